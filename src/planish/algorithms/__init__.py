@@ -1,7 +1,8 @@
-"""Post-training algorithms: pure functions of tensors and one short file per published recipe.
+"""Post-training algorithms: pure functions of tensors, and one short file for each published
+recipe.
 
-Nothing here imports torch at run time: the functions only call methods of the tensors that
-they get, so that processes without torch can check configurations.
+This package does not import torch at run time. Its functions call only methods of the tensors they
+get, so processes without torch can check configurations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ALGORITHMS: dict[str, str] = {
     "vapo": "planish.algorithms.vapo:RECIPE",
     "vc_ppo": "planish.algorithms.vc_ppo:RECIPE",
 }
-"""Name to `module:attribute`, a `planish.algorithms.base.Recipe`."""
+"""Name of an algorithm to `module:attribute` of its `planish.algorithms.base.Recipe`."""
 
 DEFAULT_ALGORITHM = "dapo"
 
@@ -35,7 +36,7 @@ def algorithm_recipe(raw: Mapping[str, Any]) -> Recipe:
     """Return the recipe that the raw `[algorithm]` table names in its key `name`.
 
     Raises:
-        ConfigError: no such algorithm; the message gives the nearest name.
+        ConfigError: there is no such algorithm; the message gives the nearest name.
     """
     name = raw.get("name", DEFAULT_ALGORITHM)
     if not isinstance(name, str) or name not in ALGORITHMS:

@@ -63,8 +63,8 @@ def group_advantages(
     num_rows = per_group(exact.new_ones(len(exact)))[inverse]
     most = 2 * num_rows.sqrt()
     scaled = scaled.where(counted, scaled.clamp(-most, most))
-    # Rounding makes equal rewards differ from their mean: without this test 0 / 0 + noise trains.
-    # Those of rows that do not count say nothing about the deviation.
+    # Rounding makes equal rewards differ from their mean; without this test, noise / 0 would train.
+    # Rows that do not count have no influence on the deviation.
     rows = counted.nonzero().flatten()
     low, high = (
         empty.scatter_reduce(0, inverse[rows], exact[rows], end, include_self=False)
@@ -110,28 +110,28 @@ def gae(
     lam: float | Tensor = 1.0,
     bootstrap: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimation that steps over holes in the mask.
+    """Generalised advantage estimation that skips tokens outside the mask.
 
     Args:
         token_rewards: [B, S] float32.
-        values: [B, S] float32, of the state before each token.
-        mask: [B, S] bool; other tokens pass the recursion on unchanged.
+        values: [B, S] float32, value of the state before each token.
+        mask: [B, S] bool, tokens of the response; the recursion skips all other tokens.
         gamma: discount.
-        lam: decay of the estimator, one for all or [B].
+        lam: decay of the estimator, a number or [B].
         bootstrap: [B] float32, value after the last token; 0 for finished rows (the default).
 
     Returns:
-        [B, S] float32, 0 outside the mask. The return target of the same decay is advantage +
-        value.
+        [B, S] float32, 0 outside the mask. Advantage plus value is the return target of the same
+        decay.
 
     Source: arXiv 1506.02438, equations 11 and 16.
     """
-    # Tokens of one column lie side by side, so that a step reads whole lines of memory.
+    # Tokens of one column are adjacent in memory, so a step reads whole cache lines.
     own, kept = hidden(values, mask).t().contiguous(), (mask != 0).t().contiguous()
     result = hidden(token_rewards, mask).to(own.dtype).t().contiguous()
     running = own.new_zeros(own.shape[1])
     following = running if bootstrap is None else bootstrap.to(own.dtype)
-    # A column of padding alone carries everything on; its rewards are hidden.
+    # A column with only padding passes the recursion on unchanged; its rewards are 0.
     for t in kept.any(1).nonzero().flatten().flip(0).tolist():
         delta = result[t] + gamma * following - own[t]
         running = (delta + gamma * lam * running).where(kept[t], running)
@@ -141,7 +141,9 @@ def gae(
 
 
 def monte_carlo_returns(token_rewards: Tensor, mask: Tensor) -> Tensor:
-    """Sum the rewards from each token to the end of its row (gamma 1), 0 outside the mask."""
+    """Return the sum of rewards from each token to the end of its row (gamma 1), 0 outside the
+    mask.
+    """
     rewards = hidden(token_rewards, mask)
     return hidden(rewards.flip(1).cumsum(1).flip(1), mask)
 
@@ -149,10 +151,10 @@ def monte_carlo_returns(token_rewards: Tensor, mask: Tensor) -> Tensor:
 def return_targets(
     token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor
 ) -> Tensor:
-    """Return the critic's targets, [B, S] float32: advantage plus value under its own decay.
+    """Return the critic's targets, [B, S] float32: value plus advantage under the critic's decay.
 
     Arguments are those of `gae`, with a mask of finished responses. With gamma and decay 1 the
-    targets are the exact Monte-Carlo returns, which no value can bias.
+    targets are the exact Monte-Carlo returns, which do not depend on the values.
 
     Source: VAPO, arXiv 2504.05118, section 4.1, decoupled GAE.
     """
@@ -164,12 +166,12 @@ def return_targets(
 def scaled_advantages(
     advantages: Tensor, mask: Tensor, share: Share = ALONE, *, whiten: bool, clip: float | None
 ) -> Tensor:
-    """Return the advantages that train, [B, S], 0 outside the mask.
+    """Return the whitened and clipped advantages that train, [B, S], 0 outside the mask.
 
     Args:
         advantages: [B, S].
         mask: [B, S] bool, tokens in the policy loss; only these enter the mean.
-        share: which rows of the rollout batch these are; the mean is over those of all ranks.
+        share: this rank's rows of the rollout batch; the mean is over the rows of all ranks.
         whiten: shift and scale to mean 0 and variance 1 over the mask.
         clip: bound after whitening; None is off.
     """
@@ -180,12 +182,13 @@ def scaled_advantages(
 def advantage_metrics(
     advantages: Tensor, mask: Tensor, decay: Tensor, share: Share = ALONE, *, whiten: bool
 ) -> dict[str, float]:
-    """Describe advantages [B, S] before they are scaled, and the decay [B] of their rows.
+    """Return metrics of advantages [B, S] before they are scaled, and of the decay [B] of their
+    rows.
 
     Returns:
-        Mean and population deviation over the mask and the mean decay of rows with a token in it,
-        of all ranks' rows; none of them without a token. Where advantages are to be whitened, also
-        `whiten_undefined`: 1 with fewer than two tokens, and all become 0.
+        Mean and population deviation over the mask, and the mean decay of rows with a token in the
+        mask, over the rows of all ranks. Empty if the mask is. If advantages are to be whitened,
+        also `whiten_undefined`: 1 if there are fewer than two tokens, so that all become 0.
     """
     count, mean, squares = spread_of(advantages, mask, share)
     metrics = {"whiten_undefined": float(count < 2)} if whiten else {}
@@ -217,9 +220,10 @@ def adaptive_lambda(lengths: Tensor, *, alpha: float, minimum: float) -> Tensor:
 def explained_variance(
     returns: Tensor, values: Tensor, mask: Tensor, share: Share = ALONE
 ) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns) over the mask; NaN when Var(returns) is 0.
+    """Return 1 - Var(returns - values) / Var(returns) over the mask; NaN if Var(returns) is 0.
 
-    Variances of all ranks' rows. The caller logs 0 and `ev_undefined` in place of NaN.
+    The variances are over the rows of all ranks. The caller logs 0 and `ev_undefined` in place of
+    NaN.
     """
     exact = returns.double()
     total, left = (spread_of(x, mask, share)[2] for x in (exact, exact - values))

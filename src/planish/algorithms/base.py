@@ -1,8 +1,8 @@
 """Input and output of an algorithm: batches, losses and their denominators.
 
 The trainer knows no algorithm by name. It passes a `TrainBatch`, gets masks and advantages, and
-then calls a loss. The denominators of the loss are fixed for the whole optimizer step, so that the
-split into micro-batches and ranks changes nothing.
+then calls a loss. The denominators of the loss are fixed for the whole optimizer step, so the split
+into micro-batches and ranks does not change the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Sequences (prompt, then response) from column 0, padded on the right; exists in memory only.
+    """Sequences (prompt, then response) from column 0, padded on the right; never stored.
 
     Column `t` of every per-token field belongs to token `input_ids[:, t]`: `old_logprobs[:, t]` is
     the log-probability of that token given the tokens before it. Column 0 is never in a mask.
@@ -43,36 +43,37 @@ class TrainBatch:
     positive_mask: Tensor
     """[B, S] bool, tokens in the language-model loss on correct responses."""
     rollout_logprobs: Tensor
-    """[B, S] float32, from the engine that sampled; 0 outside responses."""
+    """[B, S] float32, log-probabilities from the engine that sampled; 0 outside responses."""
     old_logprobs: Tensor
-    """[B, S] float32, from the trainer at the start of the iteration."""
+    """[B, S] float32, log-probabilities from the trainer at the start of the iteration."""
     reference_logprobs: Tensor
-    """[B, S] float32, of the reference policy of a KL penalty; 0 without one."""
+    """[B, S] float32, log-probabilities of the reference policy for a KL penalty; 0 without a
+    penalty."""
     values: Tensor
-    """[B, S] float32, of the state before each token; 0 outside the masks."""
+    """[B, S] float32, critic's value of the state before each token; 0 outside the masks."""
     advantages: Tensor
     """[B, S] float32, 0 outside the masks."""
     returns: Tensor
     """[B, S] float32, 0 outside the masks."""
     reward: Tensor
-    """[B] float32, the shaped scalar that trains."""
+    """[B] float32, shaped reward that trains."""
     accuracy: Tensor
     """[B] float32, 0 or 1."""
     group_index: Tensor
     """[B] int32, rows of one prompt share a value."""
     is_truncated: Tensor
-    """[B] bool, reached the overall maximum length without an end token."""
+    """[B] bool, True if the response reached the maximum length without an end token."""
     is_finished: Tensor
-    """[B] bool, ended by a stop token or by the overall maximum length."""
+    """[B] bool, True if the response ended by a stop token or by the maximum length."""
     routing: Tensor | None = None
-    """[T, layers with experts, experts per token] of the smallest integer type: the experts that an
-    engine sent each of the T tokens of `attention_mask` to as an input, row after row; -1 unknown.
-    None if the run did not record it."""
+    """[T, layers with experts, experts per token] of the smallest integer type: the experts to
+    which the engine sent each of the T input tokens of `attention_mask`, row after row; -1 if
+    unknown. None if the run did not record routing."""
     is_fresh: Tensor | None = None
-    """[B] bool, all tokens of the policy loss come from the policy before the iteration, so
+    """[B] bool, True if all tokens of the policy loss come from the policy before the iteration, so
     the trainer must compute the engine's log-probabilities; None if this is true of every row."""
     share: Share = ALONE
-    """Which rows of the rollout batch these are, if other ranks have others."""
+    """This rank's rows of the rollout batch."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -93,7 +94,7 @@ class TrainBatch:
             lengths = self.attention_mask.sum(1)
             starts = (lengths.cumsum(0) - lengths)[rows]
             real = picked["attention_mask"]
-            # Rows begin with column 0, so that a column is a token's place in its row.
+            # Rows begin in column 0, so a column is a token's place in its row.
             picked["routing"] = self.routing[(starts[:, None] + real.cumsum(1) - 1)[real]]
         return TrainBatch(**picked, share=self.share.take(rows))
 
@@ -119,7 +120,7 @@ class TrainBatch:
         return replace(self, **changes)
 
     def without_routing(self) -> TrainBatch:
-        """Return a copy for a model that chooses experts by itself."""
+        """Return a copy without recorded routing, for a model that chooses experts by itself."""
         return replace(self, routing=None)
 
 
@@ -128,7 +129,7 @@ class Denominators:
     """Denominators of one optimizer step: sums over all its micro-batches and all ranks."""
 
     minibatch: Mapping[str, float]
-    """`Algorithm.counts` of the mini-batch; for the value loss `ActorCritic.value_counts`."""
+    """`Algorithm.counts` of the mini-batch; for the value loss, `ActorCritic.value_counts`."""
     batch: Mapping[str, float]
     """Counts of the whole rollout batch."""
     num_minibatches: int
@@ -142,10 +143,10 @@ class LossOutput:
     loss: Tensor
     """Scalar with gradient; the parts of all micro-batches and ranks add up to the loss."""
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Metric to (sum, count); sums and counts add up before the division; left out if the count is
-    0."""
+    """Metric to (sum, count). Sums and counts are added up first and divided then; a metric with
+    count 0 is left out."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """Metric to the largest value seen."""
+    """Map from metric to the largest value seen."""
 
     def scaled(self, weight: float, device: Any) -> LossOutput:
         """Return a copy on a device, with loss, sums and counts multiplied by a factor."""
@@ -158,7 +159,9 @@ class LossOutput:
 
 
 class LossFn(Protocol):
-    """The policy loss that a trainer calls on each micro-batch; denominators are already bound."""
+    """The policy loss that a trainer calls on each micro-batch; its denominators are already
+    set.
+    """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
         """Return the part of the loss that belongs to one micro-batch.
@@ -172,7 +175,7 @@ class LossFn(Protocol):
 
 
 class ValueLossFn(Protocol):
-    """The value loss that a trainer calls on each micro-batch; denominators are already bound."""
+    """The value loss that a trainer calls on each micro-batch; its denominators are already set."""
 
     def __call__(self, values: Tensor, batch: TrainBatch) -> LossOutput:
         """Return the part of the value loss that belongs to one micro-batch.
@@ -187,7 +190,7 @@ class Algorithm(Protocol):
     """One published recipe: masks and advantages, then a loss with its denominators."""
 
     needs_values: ClassVar[bool]
-    """True where the trainer must also run a critic: the class meets `ActorCritic` too."""
+    """True if the trainer must also run a critic; the class then meets `ActorCritic` too."""
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -203,8 +206,7 @@ class Algorithm(Protocol):
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Return the rollout batch with masks, advantages and returns filled in.
 
-        What is taken over groups or over the batch is taken over the rows of all ranks, by
-        `batch.share`.
+        Statistics over groups or the batch are over the rows of all ranks, by `batch.share`.
         """
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
@@ -223,7 +225,7 @@ class ActorCritic(Algorithm, Protocol):
     """A recipe with a critic: `needs_values` is True."""
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
-        """Return metrics of the advantages before they are scaled, of a batch with values."""
+        """Return metrics of the advantages before scaling, for a batch with values."""
 
     def value_counts(self, batch: TrainBatch) -> dict[str, float]:
         """Return the denominators of the value loss; counts of disjoint batches add up.
@@ -255,7 +257,7 @@ class Recipe:
     config_class: type[Section]
     """Class of the `[algorithm]` table; its field `name` is the key in `ALGORITHMS`."""
     algorithm_class: Callable[[Any], Algorithm]
-    """Takes a parsed `config_class`."""
+    """Class of the algorithm; called with a parsed `config_class`."""
 
     def build(self, raw: Mapping[str, Any]) -> Algorithm:
         """Build from the raw `[algorithm]` table.

@@ -1,9 +1,9 @@
-"""CISPO: log-probabilities weighted by the clipped ratio, which itself has no gradient.
+"""CISPO: log-probabilities weighted by the clipped ratio, which has no gradient.
 
-The clip bounds the weight of a token. It removes no token from the gradient, whatever the ratio.
+The clip bounds the weight of a token. No token loses its gradient, whatever the ratio.
 
-Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5: the lower clip is off and the upper one is
-tuned to an unpublished value; the default is that of ScaleRL, arXiv 2510.13786.
+Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. There the lower clip is off and the upper
+one has a tuned, unpublished value; the default here is that of ScaleRL, arXiv 2510.13786.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ class CispoConfig(GroupPolicyConfig):
     name: Literal["cispo"] = "cispo"
     """Key in the table of algorithms."""
     clip_low: float = Field(default=1.0, ge=0.0, le=1.0)
-    """A token counts at least 1 - clip_low times; 1 is no lower limit, as published."""
+    """Smallest weight of a token is 1 - clip_low; 1 means no lower bound, as published."""
     clip_high: float = Field(default=4.0, ge=0.0)
-    """A token counts at most 1 + clip_high times."""
+    """Largest weight of a token is 1 + clip_high."""
     dual_clip: None = None
-    """Not needed: no loss here grows with the ratio without limit."""
+    """Always off: no loss here grows with the ratio without limit."""
     clips_weights: ClassVar[bool] = True
 
 
 def weighted_losses(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's own ratio, and its log-probability times advantage and clipped ratio."""
+    """Return each token's ratio, and its loss: -log-probability times advantage and clipped
+    ratio.
+    """
     ratio = policy_ratio(new.detach(), old)
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return ratio, -weight * advantages * new

@@ -1,8 +1,8 @@
 """The policy loss that all recipes share, clipped token by token, with its metrics and constants.
 
-It takes advantages from a group or from a critic alike. A
-penalty on the divergence from a reference policy can be added to the loss of any recipe; it is off
-by default, since none of DAPO, VAPO and T-PPO has one.
+Advantages may come from a group or from a critic. A penalty on the divergence from a reference
+policy can be added to the loss of any recipe. It is off by default, since none of DAPO, VAPO and
+T-PPO has such a penalty.
 
 Source: PPO, arXiv 1707.06347, section 3; DAPO, arXiv 2503.14476, section 3.1; the penalty is that
 of GRPO, arXiv 2402.03300, equations 3 and 4.
@@ -35,31 +35,34 @@ class ClippedPolicyConfig(Section):
     """Constants of the clipped policy loss."""
 
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """The ratio is clipped below 1 - clip_low."""
+    """The lower clip of the policy ratio is 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0.0)
-    """The ratio is clipped above 1 + clip_high."""
+    """The upper clip of the policy ratio is 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Bounds the loss of tokens with negative advantage; None is off, as published."""
+    """Bound of the loss of tokens with negative advantage, as a multiple of the advantage; None is
+    off, as published."""
     aggregation: Aggregation = "token-mean"
-    """Aggregation of the losses of tokens into one number."""
+    """Rule by which the losses of tokens become one number."""
     norm_tokens: int | None = Field(default=None, ge=1)
-    """Maximum response length in tokens; needed by aggregation `seq-sum-norm` only."""
+    """Maximum response length in tokens; only aggregation `seq-sum-norm` needs it."""
     correction: Correction = "off"
-    """Importance weights that correct the difference between engine and trainer; `bypass` takes
-    the engine's log-probabilities as those of the old policy."""
+    """Importance weights that correct the difference between engine and trainer; `bypass` takes the
+    engine's log-probabilities as those of the old policy."""
     correction_min: float = Field(default=0.0, ge=0.0)
-    """Lower end of the band of the two mask modes."""
+    """Lower bound of the weights that the two mask modes keep."""
     correction_max: float = Field(default=2.0, gt=0.0)
-    """Cap, or upper end of the band."""
+    """Largest weight of the truncate modes, or upper bound of the weights that the mask modes
+    keep."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
-    """Weight of the divergence from the reference policy, which is added to the loss with the same
-    aggregation; 0 is off and loads no reference. GRPO, arXiv 2402.03300, section 4.2: 0.04.
-    `train.reference_policy` says which policy is the reference."""
+    """Weight of the divergence from the reference policy. The weighted divergence is added to the
+    loss, with the aggregation of the loss. 0 switches it off and loads no reference policy. GRPO,
+    arXiv 2402.03300, section 4.2: 0.04. `train.reference_policy` says which policy is the
+    reference."""
     kl_estimator: KlEstimator = "k3"
-    """Estimator of the divergence of a token; `k3` is GRPO's (arXiv 2402.03300, equation 4),
-    `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
+    """Estimator of the divergence of a token. `k3` is the estimator of GRPO (arXiv 2402.03300,
+    equation 4), `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
     clips_weights: ClassVar[bool] = False
-    """True: both clips bind for advantages of either sign. False: each binds on its own side."""
+    """True: both clips apply to advantages of either sign. False: each clip applies to one sign."""
 
     def _off(self) -> list[str]:
         return [] if self.kl_coefficient else ["kl_coefficient", "kl_estimator"]
@@ -77,7 +80,7 @@ class ClippedPolicyConfig(Section):
 
 
 class ClippedPolicy(Protocol):
-    """Properties of every algorithm with the clipped policy loss, from its constants."""
+    """Properties of every algorithm with the clipped policy loss, derived from its constants."""
 
     config: ClippedPolicyConfig
 
@@ -93,7 +96,7 @@ class ClippedPolicy(Protocol):
 
 
 def with_old_policy(batch: TrainBatch, config: ClippedPolicyConfig) -> TrainBatch:
-    """Return the batch with the engine's log-probabilities as the old ones under `bypass`."""
+    """Return the batch; under `bypass` the engine's log-probabilities replace the old ones."""
     if config.correction != "bypass":
         return batch
     return batch.updated(old_logprobs=batch.rollout_logprobs)
@@ -107,14 +110,14 @@ class TokenLosses(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the ratio that the clips bound, and the loss, of each token.
 
-        All tensors are [B, S] and 0 outside `mask`; `config` is the recipe's.
+        All tensors are [B, S] and 0 outside `mask`; `config` is the configuration of the recipe.
         """
 
 
 def clipped_token_losses(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's own ratio and its clipped surrogate; meets `TokenLosses`."""
+    """Return each token's ratio and its clipped surrogate; meets `TokenLosses`."""
     ratio = policy_ratio(new, old)
     return ratio, clipped_surrogate(
         ratio,
@@ -136,7 +139,8 @@ def clipped_policy_loss(
     """Return one micro-batch's part of a policy loss, with its metrics.
 
     `logprobs` and `entropy` are [B, S] float32 under the current policy. The batch has old
-    log-probabilities, advantages and, with a penalty, log-probabilities of the reference policy.
+    log-probabilities and advantages; if there is a penalty, also log-probabilities of the reference
+    policy.
     """
     mask = batch.policy_mask
     count = mask.sum()

@@ -1,7 +1,7 @@
 """DAPO: asymmetric clip, token-level loss, group-relative advantages, no KL penalty, no critic.
 
-Dynamic sampling belongs to the rollout stage, and overlong reward shaping to the reward stage;
-this file has the update.
+This file has the update. Dynamic sampling is in the rollout stage, overlong reward shaping in the
+reward stage.
 
 Source: DAPO, arXiv 2503.14476, sections 2.3, 3.1, 3.3, 3.4 and 4.1.
 """
@@ -32,9 +32,9 @@ class GroupPolicyConfig(ClippedPolicyConfig):
     """Constants of an update whose advantages compare the rollouts of a group."""
 
     std: StdKind = "sample"
-    """Standard deviation of a group: n - 1 ("sample") or n ("population")."""
+    """Divisor of a group's squared deviations: n - 1 ("sample") or n ("population")."""
     advantage_epsilon: float = Field(default=1e-6, ge=0.0)
-    """Added to the standard deviation of a group."""
+    """Number that is added to the standard deviation of a group."""
     overlong_filtering: bool = False
     """Leave truncated responses out of the loss (DAPO section 3.4); off in the full recipe."""
     exclude_truncated_from_stats: bool = False
@@ -47,9 +47,9 @@ class DapoConfig(GroupPolicyConfig):
     name: Literal["dapo"] = "dapo"
     """Key in the table of algorithms."""
     clip_high: float = Field(default=0.28, ge=0.0)
-    """The ratio is clipped above 1 + clip_high: room for unlikely tokens (section 3.1)."""
+    """The upper clip of the ratio is 1 + clip_high: unlikely tokens may gain more (section 3.1)."""
     aggregation: Aggregation = "token-mean"
-    """Every token of the mini-batch weighs the same (section 3.3)."""
+    """Every token of the mini-batch has the same weight (section 3.3)."""
 
 
 class Dapo(ClippedPolicy):
@@ -63,7 +63,9 @@ class Dapo(ClippedPolicy):
         self.config = config
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Give every token of a response its reward relative to the group's (section 2.3)."""
+        """Return the batch in which every token has its response's reward relative to the group
+        (section 2.3).
+        """
         config = self.config
         whole = batch.is_truncated.logical_not()
         rewards, groups, counted = batch.share.every(batch.reward, batch.group_index, whole)
@@ -83,7 +85,7 @@ class Dapo(ClippedPolicy):
         )
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Count tokens and sequences in the policy loss."""
+        """Return the number of tokens and sequences in the policy loss."""
         return loss_counts(batch.policy_mask)
 
     def loss(

@@ -1,7 +1,7 @@
 """GRPO, as the baseline of DAPO: symmetric clip and a loss averaged within each response first.
 
-The KL penalty to a reference policy is off by default: its coefficient is 0 in the baseline that
-DAPO compares with. The paper's own is `kl_coefficient = 0.04`.
+The KL penalty to a reference policy is off by default, as in the baseline that DAPO compares with.
+The GRPO paper itself has `kl_coefficient = 0.04`.
 
 Source: GRPO, arXiv 2402.03300, section 4.1; DAPO, arXiv 2503.14476, section 2.2.
 """
@@ -21,7 +21,7 @@ class GrpoConfig(GroupPolicyConfig):
     name: Literal["grpo"] = "grpo"
     """Key in the table of algorithms."""
     aggregation: Aggregation = "seq-mean-token-mean"
-    """Every response weighs the same, whatever its length."""
+    """Every response has the same weight, whatever its length."""
 
 
 RECIPE = Recipe(GrpoConfig, Dapo)

@@ -1,7 +1,8 @@
-"""GSPO: one ratio for a whole response, the geometric mean of those of its tokens.
+"""GSPO: one ratio for a whole response, the geometric mean of its tokens' ratios.
 
-A response is clipped as a whole, and every response weighs the same. The ratio of a mean over
-thousands of tokens stays much nearer to 1 than that of one token, and so do its clips.
+A response is clipped as a whole, and every response weighs the same. A geometric mean over
+thousands of tokens stays much nearer to 1 than the ratio of one token, so the clips are nearer to 1
+too.
 
 Source: GSPO, arXiv 2507.18071, sections 4.1 (equations 5 and 7) and 5.1 (constants).
 """
@@ -32,27 +33,27 @@ class GspoConfig(GroupPolicyConfig):
     name: Literal["gspo"] = "gspo"
     """Key in the table of algorithms."""
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
-    """The ratio of a response is clipped below 1 - clip_low (section 5.1)."""
+    """The lower clip of the ratio of a response is 1 - clip_low (section 5.1)."""
     clip_high: float = Field(default=4e-4, ge=0.0)
-    """The ratio is clipped above 1 + clip_high; shorter responses need wider clips."""
+    """The upper clip of the ratio is 1 + clip_high; shorter responses need wider clips."""
     aggregation: Aggregation = "seq-mean-token-mean"
-    """Every response weighs the same (equation 5)."""
+    """Every response has the same weight (equation 5)."""
 
 
 def response_losses(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return at every token the ratio of its response, and the clipped surrogate.
+    """Return for every token the ratio of its response, and the clipped surrogate.
 
-    The ratio is exp of the mean difference of log-probabilities over the tokens in `mask`
-    (equation 7); the mean of the losses over these has value and gradient of equation 5.
+    The ratio is exp of the mean difference of log-probabilities over the tokens in `mask` (equation
+    7). The mean of the losses over these tokens has value and gradient of equation 5.
     """
     mean = masked_mean(new - old, mask, 1).unsqueeze(1).expand_as(new)
     return clipped_token_losses(mean, mean.new_zeros(()), advantages, mask, config)
 
 
 class Gspo(Dapo):
-    """Group-relative advantages and a policy loss that is clipped by the response (equation 5)."""
+    """Group-relative advantages and a policy loss that clips whole responses (equation 5)."""
 
     token_losses: ClassVar[TokenLosses] = staticmethod(response_losses)
 

@@ -1,10 +1,11 @@
-"""Losses per token and their aggregation with denominators that hold for a whole optimizer step.
+"""Losses of tokens and their aggregation; denominators are those of a whole optimizer step.
 
 This module has no models: inputs are log-probabilities, advantages and masks.
 
-Source: PPO arXiv 1707.06347 equation 7; DAPO arXiv 2503.14476 section 3.1 (asymmetric clip) and
-3.3 (token-level loss); dual clip arXiv 1912.09729 equation 5; the estimators of KL divergence are
-J. Schulman's "Approximating KL divergence" (2020), k3 as GRPO arXiv 2402.03300 equation 4 has it.
+Source: PPO arXiv 1707.06347 equation 7; DAPO arXiv 2503.14476 section 3.1 (asymmetric clip) and 3.3
+(token-level loss); dual clip arXiv 1912.09729 equation 5; the estimators of KL divergence are those
+of J. Schulman, "Approximating KL divergence" (2020); k3 is also in GRPO arXiv 2402.03300, equation
+4.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Differences of log-probabilities are cut here, so that a ratio is always finite."""
+"""Bound of differences of log-probabilities, so that a ratio is always finite."""
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-sum-norm", "batch-token"
@@ -27,7 +28,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return exp(logprobs - old_logprobs), the difference cut to +-20."""
+    """Return exp(logprobs - old_logprobs), with the difference clamped to +-20."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -59,7 +60,7 @@ def clipped_surrogate(
 
 
 def loss_counts(mask: Tensor) -> dict[str, float]:
-    """Return the number of tokens, and of sequences with any token, under a loss mask."""
+    """Return the number of tokens, and of sequences with any token, in a loss mask."""
     kept = mask != 0
     return {"tokens": float(kept.sum()), "sequences": float(kept.any(1).sum())}
 
@@ -74,16 +75,16 @@ def aggregate(
 ) -> Tensor:
     """Return one micro-batch's part of the aggregated loss.
 
-    The parts of all micro-batches and ranks add up to the loss of the mini-batch, because each
-    is divided by the same denominators of the whole optimizer step.
+    The parts of all micro-batches and ranks add up to the loss of the mini-batch, because each part
+    is divided by the denominators of the whole optimizer step.
 
     Args:
         losses: [B, S] float32.
         mask: [B, S] bool; sequences without a token do not count.
-        mode: `token-mean` over all tokens; `seq-mean-token-mean` averages each sequence, then
-            sequences; `seq-mean-token-sum` averages the sums of sequences; `seq-sum-norm` divides
-            by sequences * `norm_tokens`; `batch-token` divides by the tokens of the whole rollout
-            batch over the number of mini-batches.
+        mode: `token-mean` averages over all tokens; `seq-mean-token-mean` averages each sequence,
+            then the sequences; `seq-mean-token-sum` averages the sums of sequences; `seq-sum-norm`
+            divides by sequences * `norm_tokens`; `batch-token` divides by the tokens of the whole
+            rollout batch over the number of mini-batches.
         denominators: counts made by `loss_counts`.
         norm_tokens: maximum response length, for `seq-sum-norm` only.
     """
@@ -140,14 +141,15 @@ def value_losses(
     clip_low: float | None = None,
     clip_high: float | None = None,
 ) -> Tensor:
-    """Return half the squared error of each value, the larger of free and clipped.
+    """Return half the squared error of each value: the larger of the unclipped and the clipped
+    error.
 
     Args:
         values: current critic, any shape.
         old_values: critic at the start of the iteration.
         returns: targets.
-        clip_low: how far below `old_values` the clipped value may go; None is any distance.
-        clip_high: how far above it may go; None is any distance.
+        clip_low: largest distance of the clipped value below `old_values`; None is any distance.
+        clip_high: largest distance above `old_values`; None is any distance.
     """
     clipped = values
     if clip_low is not None:
@@ -158,5 +160,5 @@ def value_losses(
 
 
 def negative_log_likelihood(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of -log p over the mask; the caller divides by the step's token count."""
+    """Return the sum of -log p over the mask; the caller divides it by the step's token count."""
     return -hidden(logprobs, mask).sum()

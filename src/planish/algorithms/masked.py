@@ -33,7 +33,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def spread_of(x: Tensor, mask: Tensor, share: Share = ALONE) -> tuple[int, Tensor, Tensor]:
-    """Return count, mean and sum of squares about it, over the mask and the rows of all ranks."""
+    """Return count, mean and sum of squared deviations, over the mask and the rows of all ranks."""
     kept = x[mask != 0]
     count = int(share.sum((mask != 0).sum()))
     mean = share.sum(kept.sum()) / max(count, 1)
@@ -41,10 +41,10 @@ def spread_of(x: Tensor, mask: Tensor, share: Share = ALONE) -> tuple[int, Tenso
 
 
 def masked_whiten(x: Tensor, mask: Tensor, share: Share = ALONE) -> Tensor:
-    """Shift and scale `x` to mean 0 and sample variance 1 over the mask, in the rows of all ranks.
+    """Shift and scale `x` to mean 0 and sample variance 1 over the mask, for the rows of all ranks.
 
     Returns:
-        Same shape, 0 outside the mask. Fewer than two entries give zeros.
+        The same shape, 0 outside the mask. With fewer than two entries all are 0.
     """
     wide = hidden(x, mask)
     count, mean, squares = spread_of(wide, mask, share)
@@ -55,9 +55,9 @@ def masked_whiten(x: Tensor, mask: Tensor, share: Share = ALONE) -> Tensor:
 
 
 def last_column(mask: Tensor) -> Tensor:
-    """Return the column of the last 1 in each row, [B] int64; 0 for rows without a 1.
+    """Return [B] int64, the column of the last 1 in each row; 0 for rows without a 1.
 
-    Holes in the mask are fine: it is never "length - 1".
+    The mask may have holes, so this differs from "length - 1".
     """
     columns = (mask != 0).long().cumsum(1)
     # The first column where the running count reaches its total is the last 1 of the row.

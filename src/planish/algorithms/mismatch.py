@@ -1,6 +1,6 @@
-"""Distance between the policy that sampled and the one that trains: metrics, correction weights.
+"""Mismatch of the policy that sampled and the policy that trains: metrics and correction weights.
 
-The engine and the trainer compute the same network with other kernels, and sometimes with other
+Engine and trainer compute the same network with different kernels, and sometimes with different
 weights. The metrics are always logged; the correction is off unless it is configured.
 """
 
@@ -26,9 +26,9 @@ Correction = Literal[
 def mismatch_limit(config: Mapping[str, Mapping[str, Any]]) -> float:
     """Return the largest mean difference of log-probabilities that number formats explain, in nats.
 
-    Kernels of one network in float32 differ by 1e-5 and less, in bfloat16 by some hundredths, more
-    where routers choose other experts. Another network differs by whole nats. The limit is infinite
-    if `rollout.top_p` or `top_k` cuts the engine's distribution.
+    Kernels of one network differ by at most 1e-5 in float32 and by some hundredths in bfloat16;
+    they differ by more if routers choose other experts. Another network differs by whole nats. The
+    limit is infinite if `rollout.top_p` or `top_k` cuts the engine's distribution.
 
     Example:
         >>> mismatch_limit({"model": {"dtype": "float32"}, "train": {"compute_dtype": "bfloat16"}})
@@ -53,9 +53,10 @@ def check_mismatch(
     limit: float,
     share: Share = ALONE,
 ) -> None:
-    """Refuse rollouts that were sampled by another network than the one that trains.
+    """Refuse rollouts that another network sampled than the one that trains.
 
-    Log-probabilities are [B, S] float32 of trainer and engine; `limit` is that of `mismatch_limit`.
+    Log-probabilities are [B, S] float32, from trainer and engine; `limit` is that of
+    `mismatch_limit`.
 
     Raises:
         ConfigError: the mean absolute difference is above the limit.
@@ -86,14 +87,14 @@ def correction_weights(
     """Return the weight of each token's policy loss, without gradient.
 
     Args:
-        old_logprobs: [B, S] float32, trainer's.
-        rollout_logprobs: [B, S] float32, engine's.
+        old_logprobs: [B, S] float32, from the trainer.
+        rollout_logprobs: [B, S] float32, from the engine.
         mask: [B, S] bool, tokens of the loss.
-        mode: `*_truncate` caps the weight at `maximum`; `*_mask` drops weights outside
-            [minimum, maximum]; `sequence_*` decides by the product over the response, and
+        mode: `*_truncate` caps the weight at `maximum`; `*_mask` sets weights outside
+            [minimum, maximum] to 0; `sequence_*` decides by the product over the response, and
             `sequence_mask` then weighs each token by its own ratio. `off` and `bypass` give 1.
-        minimum: lower end of the band of the two mask modes.
-        maximum: cap, or upper end of the band.
+        minimum: lower bound of the two mask modes.
+        maximum: cap of the truncate modes, or upper bound of the mask modes.
 
     Returns:
         [B, S] float32.
@@ -115,13 +116,14 @@ def correction_weights(
 def mismatch_metrics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, share: Share = ALONE
 ) -> dict[str, float]:
-    """Measure the difference between engine and trainer on the tokens of all ranks' rows.
+    """Return metrics of the difference between engine and trainer, over the rows of all ranks.
 
     Returns:
-        Nothing for an empty mask, else: mean and maximum of the absolute difference of
-        log-probabilities and of probabilities; `mismatch_k3`, the divergence of the trainer's from
-        the engine's distribution; `mismatch_ppl_ratio`, trainer's over engine's perplexity; and
-        `mismatch_effective_samples`, (sum w)^2 / (n sum w^2) of the importance weights.
+        Empty for an empty mask. Else mean and maximum of the absolute difference of
+        log-probabilities and of probabilities; `mismatch_k3`, the divergence of the trainer's
+        distribution from the engine's; `mismatch_ppl_ratio`, the trainer's perplexity over the
+        engine's; and `mismatch_effective_samples`, (sum w)^2 / (n sum w^2) of the importance
+        weights.
     """
     old, engine = old_logprobs[mask != 0], rollout_logprobs[mask != 0]
     by_log = (old - engine).abs()

@@ -1,16 +1,16 @@
-"""T-PPO: the policy learns from a response while it is still being generated.
+"""T-PPO: the policy learns from a response while the response is still being generated.
 
 Generation is cut into windows: in each iteration a slot generates at most `window_tokens` tokens.
 
 1. The policy trains on the tokens of the window, whether the response is finished or not. The
-   extended estimate of the advantage gives the state after a cut the value of the last state
-   before it.
-2. The tokens just before a cut depend most on that value and are left out (public code).
+   estimate of the advantage takes, for the state after a cut, the value of the last state before
+   the cut.
+2. The tokens just before a cut depend most on that value, so they are left out (public code).
 3. The critic trains on finished responses only, on the tokens of all their windows.
 
-Successive batching of the slots belongs to the rollout stage. With windows as long as the
-longest response this is VAPO with other constants. "Public code" is that of the paper's authors,
-which may differ from what the paper ran.
+The rollout stage fills the slots with new prompts (successive batching). If a window is as long as
+the longest response, this is VAPO with other constants. "Public code" is the code of the paper's
+authors, which may differ from the code behind the paper.
 
 Source: T-PPO, arXiv 2506.15050.
 """
@@ -38,26 +38,27 @@ if TYPE_CHECKING:
 
 
 class TppoConfig(ActorCriticConfig):
-    """Constants of T-PPO; decay, positive loss and clip of the ratio are VAPO's."""
+    """Constants of T-PPO; decay, positive loss and clip of the ratio are those of VAPO."""
 
     name: Literal["tppo"] = "tppo"
     """Key in the table of algorithms."""
     window_tokens: int = Field(default=8192, ge=1)
-    """Maximum of tokens that a slot generates in an iteration; equals `rollout.window_tokens`."""
+    """Most tokens that a slot generates in an iteration; must equal `rollout.window_tokens`."""
     ignored_tail_tokens: int = Field(default=8, ge=0)
-    """Tokens before a cut that do not train the policy, as in the public code."""
+    """Number of tokens before a cut that do not train the policy, as in the public code."""
     dual_clip: float | None = Field(default=10.0, gt=1.0)
-    """Bounds the loss of tokens with negative advantage, as in the public code."""
+    """Bound of the loss of tokens with negative advantage, as a multiple of the advantage; from the
+    public code."""
     advantage_clip: float | None = Field(default=10.0, gt=0.0)
-    """Advantages are kept in [-10, 10] after whitening, as in the public code."""
+    """Bound of the absolute advantage after whitening, as in the public code."""
     value_clip_low: float | None = Field(default=0.5, gt=0.0)
-    """How far below its old value a value may go in the value loss, as in the public code."""
+    """Largest distance of a value below its old value in the value loss, as in the public code."""
     value_clip_high: float | None = Field(default=0.6, gt=0.0)
-    """How far above its old value a value may go, as in the public code."""
+    """Largest distance of a value above its old value, as in the public code."""
     aggregation: Aggregation = "batch-token"
-    """Every token of the rollout batch weighs the same, as in the public code."""
+    """Every token of the rollout batch has the same weight, as in the public code."""
     value_aggregation: Aggregation = "seq-mean-token-mean"
-    """Every finished response weighs the same, as in the public code."""
+    """Every finished response has the same weight, as in the public code."""
 
     @model_validator(mode="after")
     def _leaves_tokens(self) -> TppoConfig:
@@ -71,7 +72,7 @@ class TppoConfig(ActorCriticConfig):
 
 
 class Tppo(ClippedPolicy):
-    """Advantages of a window; the losses are those of VAPO, on other tokens."""
+    """Advantages over a window; the losses are VAPO's, but on other tokens."""
 
     config: TppoConfig
     needs_values: ClassVar[bool] = True
@@ -84,12 +85,16 @@ class Tppo(ClippedPolicy):
         self.value_counts, self.value_loss = vapo.value_counts, vapo.value_loss
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with masks, window advantages and returns of finished responses."""
+        """Return the batch with masks, advantages of the window, and returns of finished
+        responses.
+        """
         mask = trained_tokens(batch, self.config.ignored_tail_tokens)
         return with_estimates(batch, mask, *self._estimates.take(batch), self.config)
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
-        """Measure decay, advantages before whitening, and how many tokens the filter leaves out."""
+        """Return metrics of the decay, of the advantages before whitening, and of the tokens left
+        out.
+        """
         advantages, decay = self._estimates.keep(batch)
         trained = trained_tokens(batch, self.config.ignored_tail_tokens)
         whiten = self.config.whiten_advantages
@@ -99,7 +104,7 @@ class Tppo(ClippedPolicy):
         }
 
     def _estimate(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return the advantages of the window's tokens, [B, S], and the decay of each row."""
+        """Return the advantages of the window's tokens, [B, S], and the decay of each row, [B]."""
         window = batch.policy_mask
         decay = policy_decay(expected_lengths(batch, self.config.window_tokens), self.config)
         advantages = gae(
@@ -114,10 +119,10 @@ class Tppo(ClippedPolicy):
 
 
 def boundary_values(batch: TrainBatch) -> Tensor:
-    """Return the value after each row's last token, [B]: 0 once finished, else the last one known.
+    """Return the value after each row's last token, [B]: 0 if finished, else the last known value.
 
-    At gamma 1 the last step before a cut then has no error, and a critic that is constant over
-    the window gives no advantage: a critic has to be trained before its policy.
+    With gamma 1 the last step before a cut then has no error. A critic that is constant over the
+    window gives no advantage, so a critic must be trained before its policy.
 
     Source: T-PPO, arXiv 2506.15050, extended generalised advantage estimation.
     """
@@ -125,13 +130,13 @@ def boundary_values(batch: TrainBatch) -> Tensor:
 
 
 def expected_lengths(batch: TrainBatch, window_tokens: int) -> Tensor:
-    """Return the tokens of each response, [B] int64; half a window more where it is unfinished."""
+    """Return [B] int64, the tokens of each response, plus half a window if it is unfinished."""
     so_far = batch.value_mask.sum(1)
     return so_far + (window_tokens // 2) * batch.is_finished.logical_not()
 
 
 def trained_tokens(batch: TrainBatch, ignored_tail_tokens: int) -> Tensor:
-    """Select the window's tokens without those just before a cut, [B, S] bool."""
+    """Return [B, S] bool, the window's tokens without those just before a cut."""
     before_cut = without_last(batch.policy_mask, ignored_tail_tokens)
     return batch.policy_mask.where(batch.is_finished.unsqueeze(1), before_cut)
 

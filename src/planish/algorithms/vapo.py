@@ -1,17 +1,18 @@
 """VAPO: policy optimisation with a critic that stays stable on long responses.
 
-The seven changes to PPO, in the order of section 5.1. The first and the last are not here:
+VAPO makes seven changes to PPO, here in the order of section 5.1. This file has changes 2 to 6.
 
-1. value pretraining: `[critic]`, done by the train stage while the policy is frozen;
-2. decoupled estimates of advantage: the critic's target and the policy's advantage each have
-   their own decay;
-3. the policy's decay grows with the length of the response;
-4. clip-higher, and
-5. the token-level loss: constants of the clipped policy loss;
-6. a language-model loss on correct responses;
-7. group sampling: `[rollout]`. A group is data only, advantages come from the critic.
+1. Value pretraining: settings `[critic]`; the train stage does it while the policy is frozen.
+2. Decoupled advantage estimation: the critic's target and the policy's advantage each have their
+   own decay.
+3. The policy's decay grows with the length of the response.
+4. Clip-higher, and
+5. token-level loss: constants of the clipped policy loss.
+6. A language-model loss on correct responses.
+7. Group sampling: settings `[rollout]`. A group only gives more data; advantages come from the
+   critic.
 
-Every change can be switched off alone by its field.
+Each change can be switched off alone by its field.
 
 Source: VAPO, arXiv 2504.05118, sections 4 and 5.1.
 """
@@ -60,34 +61,34 @@ class ActorCriticConfig(ClippedPolicyConfig):
     lambda_critic: float = Field(default=1.0, ge=0.0, le=1.0)
     """Decay of the critic's target; 1 is the Monte-Carlo return (section 4.1)."""
     decoupled_gae: bool = True
-    """False gives the critic's target the policy's decay, whatever `lambda_critic` is."""
+    """False: the critic's target has the policy's decay, whatever `lambda_critic` is."""
     lambda_policy: float = Field(default=0.95, ge=0.0, le=1.0)
-    """Decay of the policy's advantage where `lambda_alpha` is 0."""
+    """Decay of the policy's advantage if `lambda_alpha` is 0."""
     lambda_alpha: float = Field(default=0.05, ge=0.0)
-    """The decay is 1 - 1 / (lambda_alpha * response tokens) (section 4.2); 0 is `lambda_policy`
-    at every length."""
+    """The decay is 1 - 1 / (lambda_alpha * response tokens) (section 4.2). 0: the decay is
+    `lambda_policy` for every length."""
     lambda_min: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Lower bound of the decay that follows the length, as in the public code of T-PPO's authors;
-    it binds below 400 tokens."""
+    it applies below 400 tokens."""
     clip_high: float = Field(default=0.28, ge=0.0)
-    """The ratio is clipped above 1 + clip_high; 0.2 switches clip-higher off (section 4.3)."""
+    """The upper clip of the ratio is 1 + clip_high; 0.2 switches clip-higher off (section 4.3)."""
     aggregation: Aggregation = "token-mean"
     """Every token weighs the same; `seq-mean-token-mean` is PPO's mean within each response first
     (section 4.2)."""
     positive_coefficient: float = Field(default=0.1, ge=0.0)
     """Weight of the language-model loss on correct responses (section 4.3); 0 is off."""
     whiten_advantages: bool = True
-    """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1; ours,
-    the paper does not say."""
+    """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1. The paper
+    does not say whether it does."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """Advantages are kept in [-advantage_clip, advantage_clip] after whitening; None is off."""
+    """Bound of the absolute advantage after whitening; None is off."""
     value_clip_low: float | None = Field(default=None, gt=0.0)
-    """How far below its old value a value may go in the value loss once the policy trains; None is
+    """Largest distance of a value below its old value in the value loss, after pretraining; None is
     any distance."""
     value_clip_high: float | None = Field(default=None, gt=0.0)
-    """How far above its old value a value may go; None is any distance."""
+    """Largest distance of a value above its old value; None is any distance."""
     value_aggregation: Aggregation = "token-mean"
-    """Aggregation of the value losses of tokens into one number."""
+    """Rule by which the value losses of tokens become one number."""
 
     @model_validator(mode="after")
     def _has_norm(self) -> ActorCriticConfig:
@@ -124,9 +125,9 @@ class Once:
 
 
 class Vapo(ClippedPolicy):
-    """Advantages and returns from a critic, the policy loss with its positive part, value loss.
+    """Advantages and returns from a critic, policy loss with its language-model part, value loss.
 
-    A row that was cut at the end of a window takes no part until it is finished.
+    A row that was cut at the end of a window has no loss until it is finished.
     """
 
     config: ActorCriticConfig
@@ -142,21 +143,25 @@ class Vapo(ClippedPolicy):
         return with_estimates(batch, mask, *self._estimates.take(batch), self.config)
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
-        """Measure decay and advantages before whitening; `batch` is as `advantages` gets it."""
+        """Return metrics of the decay and of the advantages before whitening; `batch` is the input
+        of `advantages`.
+        """
         advantages, decay = self._estimates.keep(batch)
         mask = of_finished(batch, batch.policy_mask)
         whiten = self.config.whiten_advantages
         return advantage_metrics(advantages, mask, decay, batch.share, whiten=whiten)
 
     def _estimate(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return the policy's advantages, [B, S], and the decay of each row."""
+        """Return the policy's advantages, [B, S], and the decay of each row, [B]."""
         decay = policy_decay(batch.value_mask.sum(1), self.config)
         mask = of_finished(batch, batch.policy_mask)
         rewards = terminal_rewards(batch.reward, mask, batch.is_finished)
         return gae(rewards, batch.values, mask, gamma=self.config.gamma, lam=decay), decay
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Count tokens and sequences in the policy loss, and tokens in its positive part."""
+        """Return the number of tokens and sequences in the policy loss, and of tokens in its
+        positive part.
+        """
         return {
             **loss_counts(batch.policy_mask),
             "positive_tokens": loss_counts(batch.positive_mask)["tokens"],
@@ -180,7 +185,7 @@ class Vapo(ClippedPolicy):
         )
 
     def value_counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Count tokens and sequences in the value loss."""
+        """Return the number of tokens and sequences in the value loss."""
         return loss_counts(batch.value_mask)
 
     def value_loss(
@@ -191,9 +196,9 @@ class Vapo(ClippedPolicy):
         *,
         is_pretraining: bool = False,
     ) -> LossOutput:
-        """Return one micro-batch's part of the squared error, clipped where so configured.
+        """Return one micro-batch's part of the squared error, clipped if so configured.
 
-        Value pretraining is never clipped: a new critic has far to go from its old values.
+        Value pretraining is never clipped, since a new critic must move far from its old values.
         """
         config, mask = self.config, batch.value_mask
         new, old = hidden(values, mask), hidden(batch.values, mask)
@@ -220,8 +225,8 @@ def with_estimates(
 ) -> TrainBatch:
     """Return the rollout batch with its masks, scaled advantages and returns.
 
-    `policy_mask` [B, S] bool has the tokens that train the policy; `advantages` [B, S] float32 are
-    not scaled yet; `decay` [B] is their decay.
+    `policy_mask` [B, S] bool has the tokens that train the policy. `advantages` [B, S] float32 are
+    not scaled yet. `decay` [B] is the decay of each row.
     """
     return with_old_policy(batch, config).updated(
         policy_mask=policy_mask,
@@ -244,7 +249,7 @@ def of_finished(batch: TrainBatch, mask: Tensor) -> Tensor:
 
 
 def policy_decay(lengths: Tensor, config: ActorCriticConfig) -> Tensor:
-    """Return the decay of the policy's advantages, [B] float32, for response lengths [B]."""
+    """Return [B] float32, the decay of the policy's advantages for response lengths [B]."""
     if config.lambda_alpha == 0:
         return lengths.float().new_full(lengths.shape, config.lambda_policy)
     return adaptive_lambda(lengths, alpha=config.lambda_alpha, minimum=config.lambda_min)
@@ -262,7 +267,9 @@ def critic_targets(batch: TrainBatch, decay: Tensor, config: ActorCriticConfig) 
 
 
 def positive_tokens(batch: TrainBatch, config: ActorCriticConfig) -> Tensor:
-    """Select response tokens of finished, correct rows, [B, S] bool; none if the loss is off."""
+    """Return [B, S] bool, the response tokens of finished, correct rows; none if the loss is
+    off.
+    """
     chosen = (batch.accuracy > 0) & (config.positive_coefficient > 0)
     return of_finished(batch, batch.value_mask) & chosen.unsqueeze(1)
 

@@ -1,7 +1,7 @@
 """VC-PPO: PPO with a calibrated critic, the step between PPO and VAPO.
 
-Two changes to PPO: value pretraining, which is `[critic]`, and a critic whose target is the
-Monte-Carlo return while the policy's advantages keep a decay of 0.95.
+It makes two changes to PPO: value pretraining (settings `[critic]`), and a critic whose target is
+the Monte-Carlo return while the policy's advantages keep a decay of 0.95.
 
 Source: VC-PPO, arXiv 2503.01491; VAPO, arXiv 2504.05118, section 4.1.
 """
@@ -16,7 +16,7 @@ from planish.algorithms.vapo import Vapo
 
 
 class VcPpoConfig(PpoFamilyConfig):
-    """Published constants of VC-PPO; a critic's decay of 1 is the common default."""
+    """Published constants of VC-PPO; `lambda_critic` is 1 by default."""
 
     name: Literal["vc_ppo"] = "vc_ppo"
     """Key in the table of algorithms."""

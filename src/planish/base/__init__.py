@@ -1,1 +1,1 @@
-"""The base of every part of the program: errors, configuration, log lines and metrics, ranks."""
+"""Errors, configuration, log lines, metrics and process groups, which every other package uses."""

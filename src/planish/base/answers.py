@@ -1,9 +1,8 @@
-"""Limits on the time and the size of servers' answers, for all requests in a block.
+"""Limits on time and size of servers' answers, for all requests in a block.
 
-The timeout of a socket starts again with every byte. In a block of `bounded` the head and the whole
-body of an answer must arrive before one deadline. This holds for every package that uses urllib3:
-those of the store, Kubernetes, Kubeflow, Prometheus and MLflow. Outside such a block nothing
-changes.
+A socket's timeout starts again with every byte. In a block of `bounded`, head and body of an answer
+must arrive before one deadline. The limits hold for every package that uses urllib3: those of the
+store, Kubernetes, Kubeflow, Prometheus and MLflow. They do not hold outside the block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Arrow arrays of numpy arrays and texts, and back, by their buffers.
+"""Conversion between numpy arrays and Arrow arrays by their buffers.
 
-`pa.array`, `to_numpy` and lists made of numpy arrays import pandas where it is installed, which
-takes a quarter of a second in each process.
+`pa.array` and `to_numpy` import pandas if it is installed, which takes a quarter of a second in
+each process. This module does not need them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def numbers(values: Array) -> pa.Array:
 
 
 def texts(values: Sequence[bytes]) -> pa.Array:
-    """Return an array of texts, given in UTF-8; together they must be shorter than 2 GiB."""
+    """Return an array of texts from their UTF-8 bytes, which must be shorter than 2 GiB in
+    total.
+    """
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
     return pa.Array.from_buffers(pa.string(), len(values), buffers)
@@ -40,9 +42,10 @@ def lists(offsets: Array, values: pa.Array, kind: pa.DataType | None = None) -> 
     """Return an array of lists.
 
     Args:
-        offsets: [lists + 1] where each list begins in `values`, and the end of the last one.
+        offsets: [lists + 1], index in `values` at which each list begins, and the end of the last
+            list.
         values: the items of all lists.
-        kind: of the lists; None: plain lists of the type of `values`.
+        kind: type of the lists; None: plain lists of the type of `values`.
     """
     buffer = pa.py_buffer(offsets.astype(np.int32))
     kind = kind or pa.list_(values.type)
@@ -50,7 +53,7 @@ def lists(offsets: Array, values: pa.Array, kind: pa.DataType | None = None) -> 
 
 
 def to_numpy(array: pa.Array) -> Array:
-    """Return numbers without nulls, read-only and in the memory of `array`; bool as a copy."""
+    """Return the numbers of an array without nulls, as a read-only view; bool values are copied."""
     buffer = array.buffers()[1]
     first, last = array.offset, array.offset + len(array)
     if array.type == pa.bool_():

@@ -1,7 +1,7 @@
-"""Load, merge and check configuration: TOML presets and files, then dotted overrides.
+"""Configuration: loads, merges and checks TOML presets, files and dotted overrides.
 
-Each section's class lies beside the code that it configures; this module only knows the paths of
-the classes. It reads no environment variable and coerces no type.
+The class of a section lies beside the code that it configures; this module knows only the paths of
+the classes. It reads no environment variable and converts no types.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ SECTIONS: dict[str, str] = {
     "critic": "planish.stages.train.config:CriticConfig",
     "evaluate": "planish.stages.evaluate.config:EvaluateConfig",
 }
-"""Section name to `module:class`, or to `module:function` that picks a class from the raw table."""
+"""Section name to `module:class`, or to `module:function` that returns a class for the raw
+table."""
 
 LENGTHS = ("evaluate", "reward")
-"""Sections whose `max_response_tokens` defaults to that of `rollout`."""
+"""Sections in which `max_response_tokens` defaults to the value in `rollout`."""
 
 CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
-"""`module:function` of checks that look across sections; each returns a list of faults."""
+"""`module:function` of checks over several sections; each returns a list of faults."""
 
 PLACED: dict[str, str] = {"train": "planish.stages.train.config:DEFAULT_PLACEMENT"}
-"""Section name to `module:name` of its settings that only say where a run is computed."""
+"""Map from section name to the `module:name` of those settings that only place the computation on
+machines."""
 
 GONE: dict[str, dict[str, Any]] = {
     "curate": {
@@ -70,16 +72,17 @@ GONE: dict[str, dict[str, Any]] = {
     },
     "train": {"alarm_after_skipped": 3, "commit_steps": 0},
 }
-"""Settings of earlier releases, at the values that the code holds now; digests count them still."""
+"""Settings of earlier releases, with their constant values; digests still include them."""
 
 _MAX_DEPTH = 16
 """Maximum depth of nested tables and lists; settings need three."""
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys, numbers that are finite.
+    """Base class of every section: frozen and strict, without unknown keys and infinite numbers.
 
-    TOML has no null: the text `none` stands for None in every number or table that may be None.
+    TOML has no null, so the text `none` stands for None in every number or table that may be
+    None.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -92,7 +95,9 @@ class Section(BaseModel):
         return {key: None if _is_none(cls, key, value) else value for key, value in raw.items()}
 
     def _off(self) -> list[str]:
-        """Return the settings that a dump leaves out: runs without them keep their digest."""
+        """Return the settings to leave out of a dump, so that runs without them keep their
+        digest.
+        """
         return []
 
     @model_serializer(mode="wrap")
@@ -127,7 +132,7 @@ def _resolve(reference: str) -> Any:
 
 
 def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
-    """Return the class of `section`; the table `raw` decides where several exist."""
+    """Return the class of `section`; for some sections it depends on the table `raw`."""
     if section not in SECTIONS:
         told = f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
         raise ConfigError(f"{told}{_elsewhere(raw) or nearest(section, SECTIONS)}")
@@ -187,13 +192,13 @@ _THEIRS = {
     "train.tokens_per_microbatch": "per_device_train_batch_size ppo_max_token_len_per_gpu",
     "train.warmup_iterations": "lr_scheduler_type lr_warmup_steps warmup_ratio warmup_steps",
 }
-"""Settings to the words of verl and TRL for them."""
+"""Map from setting to the names that verl and TRL give it."""
 ELSEWHERE = {word: key for key, words in _THEIRS.items() for word in words.split()}
-"""Words of verl and TRL -> the settings here that say the same."""
+"""Map from name in verl or TRL to the setting here."""
 
 
 def _elsewhere(table: object) -> str:
-    """Return "; did you mean `...`?" with the setting for a word of others in a table."""
+    """Return "; did you mean `...`?" if the table has a name of verl or TRL; else ""."""
     if not isinstance(table, Mapping):
         return ""
     for key, value in table.items():
@@ -205,7 +210,7 @@ def _elsewhere(table: object) -> str:
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
-    """Return "; did you mean `...`?" with the valid name most like `key`, or nothing."""
+    """Return "; did you mean `...`?" with the valid name most like `key`; "" if none is close."""
     close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
     return f"; did you mean `{close[0]}`?" if close else ""
 
@@ -229,7 +234,7 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
     value = f"{item.get('input')!r:.200}"
     if item["type"] == "extra_forbidden":
         for part in item["loc"][:-1]:
-            # Of a list of tables the location holds the place too.
+            # For a list of tables, the location also has the index.
             if isinstance(part, str):
                 kind: Any = cls.model_fields[part].annotation
                 cls = next(iter(get_args(kind)), kind)
@@ -246,12 +251,12 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
 
 
 def document_faults(error: ValidationError) -> str:
-    """Return the first faults of a document against a type, each with the value seen."""
+    """Return the first faults of a document, each with the value seen."""
     faults = []
     for item in error.errors()[:8]:
         text = item["msg"].removeprefix("Value error, ")
         place = ".".join(map(str, item["loc"]))
-        # A rule of the whole document names the value itself.
+        # The message of a rule over the whole document has the value itself.
         seen = "" if item["type"] == "value_error" and not place else f", got {item['input']!r:.80}"
         faults.append(f"{f'`{place}`: ' if place else ''}{text}{seen}")
     return "; ".join(faults)
@@ -292,7 +297,7 @@ def _loads(text: str, name: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except (ValueError, RecursionError) as error:
-        # Integers of thousands of digits, and brackets without end.
+        # tomllib raises these for integers of thousands of digits and for endless brackets.
         raise ConfigError(f"`{name}` must be TOML of usual size, got {error}") from None
     check_limits(tables, name)
     return tables
@@ -346,7 +351,7 @@ def parse_override(text: str) -> tuple[str, str, Any]:
         tables = _loads(f"v = {value}", path)
     except tomllib.TOMLDecodeError:
         return section, key, value.replace(r"\n", "\n")
-    # More keys: text of several lines that looks like TOML.
+    # Several keys: the value was a text of several lines that looks like TOML.
     return section, key, tables["v"] if len(tables) == 1 else value
 
 
@@ -380,7 +385,7 @@ def merge(
 
 
 def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Validate every section and the checks across them; return plain JSON with defaults.
+    """Validate every section and the checks across sections; return JSON values with defaults.
 
     Raises:
         ConfigError: every fault of every section in one message.
@@ -410,7 +415,7 @@ def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration in which all settings of `PLACED` have their defaults.
 
-    If two results are equal, both belong to one run, which may go on with other machines.
+    Two configurations with equal results belong to one run, which may go on with other machines.
 
     Example:
         >>> unplaced({"train": {"num_nodes": 4, "tensor_parallel": 2, "grad_clip": 1.0}})
@@ -420,7 +425,7 @@ def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
     for section, reference in PLACED.items():
         table = resolved.get(section)
         if isinstance(table, Mapping):
-            # None for those that a dump leaves out.
+            # A setting that a dump leaves out has no default here.
             defaults = _resolve(reference)
             merged = {name: defaults.get(name, value) for name, value in table.items()}
             result[section] = {
@@ -432,7 +437,9 @@ def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the sha256 of the canonical JSON of `unplaced` of a configuration and of `GONE`."""
+    """Return the sha256 of the canonical JSON of a configuration after `unplaced`, with `GONE`
+    added.
+    """
     table = unplaced(resolved)
     for section in GONE.keys() & table.keys():
         table[section] = {**GONE[section], **table[section]}

@@ -53,7 +53,7 @@ class PlanishError(Exception):
     """Root of the tree; catch it to catch every error of this program."""
 
     per_rank: Mapping[int, str] = MappingProxyType({})
-    """Errors by rank, if all ranks raise the error of some ranks."""
+    """Errors by rank, if some ranks failed and all ranks raise this exception."""
 
 
 class RanksError(PlanishError):
@@ -74,11 +74,13 @@ class ConfigError(PlanishError, ValueError):
 
 
 class RootInUse(ConfigError):
-    """Another run holds the lock of the root; a run with this error has written nothing there."""
+    """Another run holds the lock of the root; the failed run has written nothing there."""
 
 
 class RecordError(PlanishError, ValueError):
-    """A record set is damaged, of an unknown version, or does not fit its parents."""
+    """A record set is damaged, has an unknown version, or does not fit the sets it was made
+    from.
+    """
 
 
 class StoreError(PlanishError, OSError):
@@ -94,7 +96,7 @@ class ObjectExists(StoreError):
 
 
 class ObjectChanged(StoreError):
-    """An object does not have, or no longer has, the entity tag that the caller named."""
+    """An object does not have the entity tag (any more) that the caller gave."""
 
 
 class ObjectTooLarge(StoreError):
@@ -126,7 +128,7 @@ class CheckpointExists(CheckpointError):
 
 
 class CheckpointIncomplete(CheckpointError):
-    """The save never finished, or an object that the commit names is missing or short."""
+    """The save never finished, or an object that COMMIT lists is missing or short."""
 
 
 class CheckpointCorrupt(CheckpointError):
@@ -139,7 +141,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class LayoutMismatch(CheckpointError):
-    """The tensors of a checkpoint do not cover what the new layout needs."""
+    """The tensors of a checkpoint do not cover the tensors of the new layout."""
 
 
 class MissingKeys(LayoutMismatch):
@@ -163,7 +165,7 @@ class PlanMismatch(CheckpointError):
 
 
 class SaveFailed(RanksError, CheckpointError):
-    """At least one rank could not do its part; nothing has become visible."""
+    """At least one rank could not do its part; the checkpoint does not exist."""
 
 
 class EngineError(PlanishError):
@@ -171,7 +173,7 @@ class EngineError(PlanishError):
 
 
 class EngineBusy(EngineError):
-    """The call needs an engine with nothing in flight."""
+    """The call needs an engine without requests in progress."""
 
 
 class NotSupported(EngineError):
@@ -179,14 +181,16 @@ class NotSupported(EngineError):
 
 
 class ProtocolError(EngineError):
-    """A rank sent, or was ordered to send, a message that its instance does not allow."""
+    """A rank sent or received a message that is not allowed for its instance."""
 
 
 class VerifierFailure(PlanishError):
     """Too many verifier errors in one batch to trust its rewards."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
-        """Store whether the same batch must fail again; a slow verifier may answer next time."""
+        """Store whether a retry of the batch must fail too; a slow verifier may answer next
+        time.
+        """
         super().__init__(message)
         self.is_final = is_final
 
@@ -214,13 +218,13 @@ class BackendUnavailable(PlanishError):
 
 
 EXIT_DONE = 0
-"""Done, or already done."""
+"""The work is done, now or before."""
 EXIT_FAILED = 1
-"""All other failures; may be retried."""
+"""All other failures; a retry may help."""
 EXIT_CONFIG = 2
-"""Wrong arguments or configuration, or rewards that no retry mends; must not be retried."""
+"""Arguments or configuration are wrong, or no retry can mend the rewards; do not retry."""
 EXIT_TRANSIENT = 75
-"""Store, peer or device failed for now; a retry may help."""
+"""A store, a peer or a device failed for now; retry."""
 
 
 _EXTRAS = {
@@ -228,11 +232,11 @@ _EXTRAS = {
     "pyarrow": "tables",
     **dict.fromkeys(("torch", "transformers"), "train"),
 }
-"""Packages that commands import and the base install lacks -> the extra that installs them."""
+"""Map from a package that the base install lacks to the extra that installs it."""
 
 
 def named_error(error: PlanishError | ModuleNotFoundError) -> PlanishError:
-    """Return the error, or for a missing package a new error that names its extra.
+    """Return the error; for a missing package, a `ConfigError` that names its extra.
 
     Raises:
         ModuleNotFoundError: the missing module belongs to no extra.
@@ -249,7 +253,7 @@ def named_error(error: PlanishError | ModuleNotFoundError) -> PlanishError:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the process exit code that tells a scheduler what to do about `error`."""
+    """Return the process exit code, which tells a scheduler whether to retry."""
     if isinstance(error, (ConfigError, AccessRefused)) or getattr(error, "is_final", False):
         return EXIT_CONFIG
     if isinstance(error, (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)):
@@ -258,7 +262,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class Ended(Exception):
-    """A command has printed all, and wants another exit code than 0."""
+    """A command has printed everything and ends with an exit code other than 0."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

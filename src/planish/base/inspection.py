@@ -1,4 +1,4 @@
-"""The result of opening data and model before a run: facts, faults and warnings."""
+"""Facts, faults and warnings that a check of data and model finds before a run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Inspection:
-    """The readers of data and model fill it; `prepare` prints and judges it."""
+    """Facts about data and model. Their readers fill it; `prepare` prints it."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
-    """(what, value) for people; values are Markdown."""
+    """(topic, value) for people; values are Markdown."""
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     prompts: list[list[dict[str, str]]] = field(default_factory=list)
-    """Messages of some prompts, as the policy will see them."""
+    """Messages of some prompts, as the policy sees them."""
     model_config: dict[str, object] = field(default_factory=dict)
-    """Content of the model's config.json; empty for a model that is built."""
+    """Content of the model's config.json; empty for a model built from scratch."""
     vocabulary: dict[str, int] = field(default_factory=dict)
-    """Tokens of the model's tokenizer and their ids; empty for a model that is built."""
+    """Map from token to id in the model's tokenizer; empty for a model built from scratch."""

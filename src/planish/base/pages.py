@@ -1,6 +1,6 @@
-"""A small HTTP server beside a program's work: health, readiness and metrics.
+"""A small HTTP server in a thread beside the program: health, readiness and metrics.
 
-Pages are read-only and have no password: everybody who reaches the port may read them.
+Pages are read-only and need no password: everybody who reaches the port may read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PageServer:
     def __init__(
         self, host: str, port: int, pages: Mapping[str, Callable[[Mapping[str, str]], StatusPage]]
     ) -> None:
-        """Listen from now on; port 0 picks a free one, see `self.port`.
+        """Start to listen; port 0 picks a free one, see `self.port`.
 
         `pages` maps a path to a function that makes the page from the query.
 
@@ -53,7 +53,7 @@ class PageServer:
                 """Log nothing: probes come every few seconds."""
 
         class Server(ThreadingHTTPServer):
-            # It ends only after the answers that it has begun.
+            # The server ends only after its open answers are complete.
             daemon_threads = False
 
             def handle_error(self, request: object, client_address: object) -> None:

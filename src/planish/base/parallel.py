@@ -1,4 +1,4 @@
-"""Process groups and the few collectives that training needs; nothing else.
+"""Process groups and the few collectives that training needs.
 
 A single process never imports torch.distributed: `Ranks(0, 1)` needs no process group.
 """
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 GPU_POD_VARIABLE = "PLANISH_GPU_POD"
-"""Set in pods that request GPUs; these must not fall back to the CPU."""
+"""Environment variable of pods that request GPUs; such a pod must not fall back to the CPU."""
 
 MIN_DRIVER = 580
-"""Least major version of NVIDIA's driver for CUDA 13. Source: CUDA Toolkit 13.0 release notes."""
+"""Smallest major version of NVIDIA's driver for CUDA 13. Source: CUDA Toolkit 13.0 release
+notes."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the processes of one job.
+    """The rank of this process and the number of processes.
 
     Example:
         >>> Ranks(0, 1).share(5)
@@ -52,15 +53,15 @@ class Ranks:
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Return which of `count` items belong to this rank: every `size`-th one."""
+        """Return the indices of this rank's items: every `size`-th one of `count`."""
         return range(self.rank, count, self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place; returns it."""
+        """Add up a tensor over all ranks in place; return it."""
         return self._reduce(tensor, "SUM")
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Take the largest value of each element over all ranks, in place; returns it."""
+        """Take the elementwise maximum of a tensor over all ranks in place; return it."""
         return self._reduce(tensor, "MAX")
 
     def barrier(self) -> None:
@@ -79,17 +80,17 @@ class Ranks:
 
 
 SINGLE = Ranks(0, 1)
-"""The whole job in one process."""
+"""A job of one process."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of the training processes: the rows and the part of the model of each process.
+    """The parallel layout of training: each process's part of the model and of the batch.
 
     Ranks count through tensor parallelism first, then context parallelism, data parallelism and
-    pipeline stages, so that ranks with the most traffic are neighbours. Experts are distributed
-    over the ranks of a stage in the same order, whole experts to each; every `ep`-th rank has the
-    same.
+    pipeline stages, so that ranks with the most traffic are neighbours. The experts of a layer are
+    distributed over the ranks of a stage in the same order, whole experts to each rank. Every
+    `ep`-th rank of a stage has the same experts.
 
     Example:
         >>> grid = Grid(Ranks(5, 8), tp=2, pp=2)
@@ -103,24 +104,25 @@ class Grid:
     """
 
     ranks: Ranks = SINGLE
-    """This process among all."""
+    """Rank of this process, and number of all processes."""
     tp: int = 1
-    """Ranks that share every matrix."""
+    """Tensor parallelism: ranks that share every matrix."""
     pp: int = 1
-    """Stages of consecutive layers."""
+    """Pipeline parallelism: stages of consecutive layers."""
     ep: int = 1
-    """Ranks of a stage that share the experts of a layer; divides `tp` x `cp` x `dp`."""
+    """Expert parallelism: ranks of a stage that share the experts of a layer; divides `tp` x `cp` x
+    `dp`."""
     cp: int = 1
-    """Ranks that share the tokens of every row."""
+    """Context parallelism: ranks that share the tokens of every row."""
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.ranks.size // self.pp
 
     @property
     def dp(self) -> int:
-        """Number of parts of each batch."""
+        """Data parallelism: number of parts of each batch."""
         return self.stage_size // (self.tp * self.cp)
 
     @property
@@ -150,17 +152,19 @@ class Grid:
 
     @property
     def has_first_experts(self) -> bool:
-        """True on the first of the ranks that have the same experts."""
+        """True on the first of all ranks with the same experts."""
         return self.ranks.rank % self.stage_size < self.ep
 
     def to_json(self) -> dict[str, int]:
-        """Return all sizes, as a manifest names them."""
+        """Return all sizes in the form of a manifest."""
         sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
         sizes |= {"cp": self.cp} if self.cp > 1 else {}
         return {"world": self.ranks.size, "dp": self.dp, **sizes}
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over data-parallel ranks, in place; all ranks of a model have it."""
+        """Add up a tensor over data-parallel ranks in place; return it. All ranks of a model have
+        equal values.
+        """
         if self.tp_rank or self.cp_rank or self.pp_rank:
             tensor.zero_()
         return self.ranks.sum(tensor)
@@ -168,10 +172,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of a batch that are here, where data-parallel ranks have some of them each.
+    """The rows of a batch that this rank has, if data-parallel ranks share the batch.
 
-    Ranks that share a model have the same rows. All ranks call every method alike, but `own` and
-    `here`.
+    Ranks that share a model have the same rows. All ranks must call every method together, except
+    `own` and `here`.
 
     Example:
         >>> import torch
@@ -181,30 +185,35 @@ class Share:
     """
 
     num_rows: int = 0
-    """R, of all ranks; of no use where `rows` is None."""
+    """R, number of rows of all ranks; not used if `rows` is None."""
     rows: Tensor | None = None
-    """[B] int64, which of the R rows are here, in the order of the batch; None: all are."""
+    """[B] int64, numbers of this rank's rows among the R rows, in the order of its batch; None: all
+    rows."""
     grid: Grid = Grid()
     device: Any = "cpu"
-    """Where tensors that travel between ranks lie."""
+    """Device for tensors that collectives send."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over data-parallel ranks, on the CPU."""
+        """Return the sum of a tensor over data-parallel ranks, on the CPU."""
         return self.grid.sum(tensor.to(self.device, copy=True)).cpu()
 
     def max(self, values: Tensor) -> float:
-        """Return the largest of all ranks' values [K], none of them negative; 0 without any."""
+        """Return the largest value of all ranks' `values` [K], which are not negative; 0 if there
+        is none.
+        """
         top = values.new_tensor(values.numpy().max(initial=0), device=self.device)
         return float(self.grid.ranks.max(top))
 
     def means(self, *values: Tensor) -> list[float]:
-        """Return the mean of each of several [K] over all ranks; nothing where no rank has any."""
+        """Return the mean over all ranks of each of several [K]; an empty list if no rank has
+        values.
+        """
         sums = [x.double().sum() for x in values]
         total = self.sum(sums[0].new_tensor([len(values[0]), *sums]))
         return (total[1:] / total[0]).tolist() if total[0] else []
 
     def every(self, *per_row: Tensor) -> list[Tensor]:
-        """Return [R] float64 of each of several [B], row by row those of all ranks."""
+        """Return [R] float64 for each of several [B]: the values of all ranks' rows, in order."""
         if self.rows is None:
             return [x.double() for x in per_row]
         whole = per_row[0].new_zeros((len(per_row), self.num_rows)).double()
@@ -213,28 +222,28 @@ class Share:
         return list(self.sum(whole))
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return those of [R, ...] that belong to rows that are here."""
+        """Return this rank's rows of a tensor [R, ...]."""
         return whole if self.rows is None else whole[self.rows]
 
     def take(self, places: Tensor) -> Share:
-        """Return which rows those at some places of the batch are."""
+        """Return the share for the rows at some places of the batch."""
         return self if self.rows is None else replace(self, rows=self.rows[places])
 
     def here(self, numbers: Tensor) -> Tensor:
-        """Return the places in the batch of those of the rows `numbers` that are here, in order."""
+        """Return the places in this rank's batch of those rows `numbers` that it has, in order."""
         if self.rows is None:
             return numbers
         return (numbers[:, None] == self.rows).nonzero()[:, 1]
 
     def join(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the selected tokens of all rows one after another.
+        """Concatenate the selected tokens of all rows of all ranks.
 
         Args:
             values: [B, S], any number.
             mask: [B, S] bool.
 
         Returns:
-            [T], and [R] int64 with the tokens of each row.
+            [T] values, and [R] int64 with the number of tokens of each row.
         """
         [counts] = self.every(mask.sum(1))
         lengths = counts.long()
@@ -245,11 +254,11 @@ class Share:
 
 
 ALONE = Share()
-"""All rows of a batch in one process."""
+"""A share with all rows of the batch, for a job of one process."""
 
 
 def grid_fault(size: int, *, tp: int, pp: int, ep: int, cp: int, replicas: int = 1) -> str:
-    """Return why this number of training processes does not fit the grid; "" if it fits."""
+    """Return why the sizes do not fit `size` training processes; "" if they fit."""
     if size % replicas:
         return (
             f"`train.replicas` must divide the number of training processes, got {replicas} for "
@@ -277,11 +286,11 @@ _PACKAGES = {
         ("vllm", "`pip install 'planish[rollout]'`, or `make engines` where there is no GPU,"),
     ),
 }
-"""Choice of a setting -> the module that it needs, and the way to install it."""
+"""Map from a setting's value to the module that it needs and the command that installs it."""
 
 
 def package_fault(key: str, choice: str) -> str:
-    """Return why a choice is not available in this environment; "" if it is."""
+    """Return why a value is not available in this environment; "" if it is."""
     module, remedy = _PACKAGES.get(choice, ("", ""))
     if not module or find_spec(module):
         return ""
@@ -301,7 +310,7 @@ def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
 
     if name == "cpu":
         return torch.device("cpu")
-    # A driver that is too old counts as no device, as torch tells by a warning only.
+    # For a driver that is too old, torch only warns and reports no device.
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         return torch.device("cuda", rank % count)
@@ -338,7 +347,7 @@ def driver_fault(place: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def num_devices(name: DeviceName) -> int:
-    """Return how many accelerators `pick_device` chooses from, 1 for the CPU."""
+    """Return the number of accelerators that `pick_device` chooses from; 1 for the CPU."""
     import torch
 
     return 1 if pick_device(name).type == "cpu" else torch.cuda.device_count()
@@ -354,7 +363,8 @@ def join(
 ) -> Ranks:
     """Join the process group that the launcher (torchrun) describes in the environment.
 
-    `part` is a store in which this process meets some of the processes; None takes all processes.
+    `part` limits the group to some processes: the store in which they meet, and this process's rank
+    among them. None takes all processes.
     """
     import torch
     import torch.distributed as dist
@@ -365,7 +375,7 @@ def join(
     if part is not None:
         store, ranks = part
         here = {"store": store, "rank": ranks.rank, "world_size": ranks.size}
-        # An engine that joins them reads this.
+        # An engine that joins these processes reads the two variables.
         os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(_backend(device), timeout=timeout, **here)
@@ -373,7 +383,7 @@ def join(
 
 
 def launcher_store(timeout_seconds: float) -> tuple[Any, Ranks]:
-    """Return the store of the launcher (torchrun), and this rank among all that it started."""
+    """Return the store of the launcher (torchrun), and this rank among all its processes."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=timeout_seconds)
@@ -384,10 +394,11 @@ def launcher_store(timeout_seconds: float) -> tuple[Any, Ranks]:
 def open_group(
     store: Any, ranks: Ranks, device: torch.device, *, timeout_seconds: float
 ) -> ProcessGroup:
-    """Return a process group beside the default one; its processes meet in a store.
+    """Return a second process group beside the default one; its processes meet in a store.
 
-    Its tensors lie on `device`. Torch does not register the group: call its own methods.
-    Source: vLLM 0.32, `distributed/utils.py`, makes groups beside the default one in this way.
+    Its tensors lie on `device`. Torch does not register the group, so callers use the group's own
+    methods. Source: vLLM 0.32, `distributed/utils.py`, makes groups beside the default one in this
+    way.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -409,9 +420,9 @@ def open_group(
 
 
 def num_trainers(split: str, size: int) -> int:
-    """Return how many of `size` processes train; the others sample ahead of them.
+    """Return how many of `size` processes train; the others sample the next iteration meanwhile.
 
-    `split` is that of `TrainConfig`; 0 if it does not divide the processes.
+    `split` is `train.split`, e.g. "3:1" for samplers to trainers; 0 if it does not divide `size`.
 
     Example:
         >>> num_trainers("3:1", 32), num_trainers("3:1", 6)
@@ -438,9 +449,9 @@ def leave() -> None:
 
 @functools.cache
 def data_mesh(grid: Grid, device: torch.device, replicas: int, timeout_seconds: float) -> Any:
-    """Return the `DeviceMesh` of a grid with one stage; a process makes it once.
+    """Return the `DeviceMesh` of a grid with one stage; each process makes it once.
 
-    With replicas it has two axes, and neighbours on the second one, `shard`, share a model. A
+    With replicas the mesh has two axes; the ranks along the second axis, `shard`, share a model. A
     process without peers forms a group of its own. `timeout_seconds` applies to new groups.
     """
     import torch
@@ -453,7 +464,7 @@ def data_mesh(grid: Grid, device: torch.device, replicas: int, timeout_seconds: 
     size = grid.ranks.size
     if replicas == 1:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
-    # Groups that `init_device_mesh` makes have torch's own timeout.
+    # Groups of `init_device_mesh` would have torch's default timeout.
     make: Any = dist.new_subgroups_by_enumeration
     places, limit = torch.arange(size).view(replicas, -1), timedelta(seconds=timeout_seconds)
     groups = [make(axis.tolist(), timeout=limit)[0] for axis in (places.T, places)]
@@ -483,7 +494,7 @@ def patient(ranks: Ranks, timeout_seconds: float) -> Ranks:
 
 @functools.cache
 def neighbours(size: int, timeout_seconds: float) -> Any:
-    """Return this rank's process group of `size` neighbours; a process makes it once."""
+    """Return this rank's process group of `size` neighbours; each process makes it once."""
     import torch.distributed as dist
 
     make: Any = dist.new_subgroups

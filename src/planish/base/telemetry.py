@@ -1,7 +1,7 @@
-"""Log lines and metrics: one format, and every metric declared once.
+"""Log lines and metrics: one format for lines, one declaration for each metric.
 
-Metrics are plain sums in memory until a client reads them; only then is the Prometheus client
-library imported. Nothing here reads the environment or starts by itself.
+Metrics are plain sums in memory. The Prometheus client library is imported only when a client reads
+them. This module reads no environment variable and starts nothing by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal, TextIO
 from planish.base.pages import PageServer, StatusPage
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-"""Time, level, module, then `event key=value key=value`."""
+"""Format of a log line: time, level, module, then `event key=value key=value`."""
 
 _BARE = re.compile(r"[^\s\"=\x00-\x1f]+")
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -256,7 +256,7 @@ def forget(name: str) -> None:
 
 
 def totals(name: str) -> tuple[float, int]:
-    """Return the sum over all series of a metric, and how many durations a histogram has."""
+    """Return the sum over all series of a metric, and the number of durations in a histogram."""
     with _lock:
         found = [series for (key, _), series in _series.items() if key == name]
         return sum(series.total for series in found), sum(sum(s.counts) for s in found)
@@ -291,7 +291,7 @@ def _find(name: str, kind: str, labels: dict[str, str]) -> _Series:
 
 @contextmanager
 def timed(name: str, **labels: str) -> Iterator[None]:
-    """Observe how long the block takes, also when it raises."""
+    """Observe the duration of the block, also if it raises."""
     begun = time.perf_counter()
     try:
         yield
@@ -338,7 +338,7 @@ class MetricsServer(PageServer):
     """Server of this process's metrics on `/metrics`, in threads, until `close`."""
 
     def __init__(self, port: int, address: str = "0.0.0.0") -> None:
-        """Listen from now on; port 0 picks a free one, see `self.port`.
+        """Start to listen; port 0 picks a free one, see `self.port`.
 
         Raises:
             OSError: another process listens on the port.
@@ -352,11 +352,11 @@ class MetricsServer(PageServer):
 
     @property
     def was_scraped(self) -> bool:
-        """Whether a client has read the metrics since the server started."""
+        """True if a client has read the metrics since the server started."""
         return self._asked.is_set()
 
     def wait_for_scrape(self, limit_seconds: float) -> bool:
-        """Wait until a client reads the current metrics; returns whether one did."""
+        """Wait until a client reads the current metrics; return whether one did."""
         self._asked.clear()
         return self._asked.wait(limit_seconds)
 

@@ -1,4 +1,4 @@
-"""Text for people: sizes, durations, and contents of files and logs, which are untrusted."""
+"""Text for people: sizes, durations, and untrusted contents of files and logs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to print below a title; a command yields it, and its caller prints it."""
+    """A table with a title; a command yields it, and its caller prints it."""
 
     title: str
     columns: tuple[str, ...]
-    """Names, empty texts for none."""
+    """Names of the columns; empty for a column without a name."""
     rows: list[list[Any]]
-    """Text in cells is untrusted."""
+    """Cells; their text is untrusted."""
 
 
 def bytes_text(count: float) -> str:
@@ -45,7 +45,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(num_bytes: int, seconds: float) -> str:
-    """Return a bandwidth; empty without bytes or without time."""
+    """Return a bandwidth; empty if there are no bytes or no time."""
     return f"{bytes_text(num_bytes / seconds)}/s" if num_bytes and seconds > 1e-6 else ""
 
 
@@ -63,9 +63,9 @@ def printable(text: str, *, limit: int) -> str:
 
 
 def code_span(text: str) -> str:
-    """Return any text as one line of inline code of CommonMark; empty text stays empty.
+    """Return any text as one line of inline code in CommonMark; empty text stays empty.
 
-    No part of the text is markup: the fence is longer than any row of backticks in the text.
+    No part of the text acts as markup: the fence is longer than any row of backticks in the text.
 
     Example:
         >>> code_span("side_is_full"), code_span("a `b`")

@@ -8,7 +8,8 @@ from typing import Any
 
 
 def read_value(data: Iterator[int], kind: int = 12) -> Any:
-    """Return an integer (without its sign), a list, or the fields of a structure by number.
+    """Return an integer (without its sign), a list, or a structure as a dict of field number to
+    value.
 
     Each field occurs once. Other types give None.
 

@@ -1,7 +1,8 @@
 """Rollout engines: they take token ids and return sampled token ids with log-probabilities.
 
-Engines do not know groups, windows or filters: the driver decides these. One table names the
-engines; they are imported on use, since their packages cannot share one environment.
+Engines do not know groups, windows or filters; the rollout stage does. The table `ENGINES` names
+the engines. An engine is imported only when it is used, since the packages of two engines may not
+fit into one environment.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ APART = ("disagg", "vllm_disagg")
 
 
 def open_engine(config: EngineConfig, model: ModelRef, **options: Any) -> BaseEngine:
-    """Return a started engine for the policy `model`; `options` are those of the engine's class."""
+    """Return a started engine for the policy `model`; `options` go to the engine's class."""
     module, _, cls = ENGINES[config.name].partition(":")
     engine: BaseEngine = getattr(importlib.import_module(module), cls)(config=config, **options)
     engine.start(model)

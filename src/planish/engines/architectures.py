@@ -26,14 +26,14 @@ Afmoe Apertus Cohere Cohere2 Cohere2Moe DeepseekV4 Exaone4 ExaoneMoe Gemma2 Gemm
 GptOss Granite GraniteMoe GraniteSWA Inkling Laguna Llama MiMoV2Flash MiniMaxM2 NemotronH
 """
 WINDOWED = frozenset(f"{family}ForCausalLM" for family in _WINDOWED.split())
-"""Models whose class in vLLM has a window for each layer. Other classes refuse layers that differ,
-or give all layers the window, which is another model."""
+"""Models whose class in vLLM has a sliding window for each layer. Other classes of vLLM refuse
+layers that differ, or give all layers the window, which is another model."""
 _BY_NUMBER = ("qwen2", "qwen2_moe", "qwen3")
-"""Types of models whose first `max_window_layers` layers have no window."""
+"""Types of models in which the first `max_window_layers` layers have no sliding window."""
 
 
 def window_fault(config: Mapping[str, Any]) -> str:
-    """Return why vLLM does not compute the windows of a config.json; "" if it does.
+    """Return why vLLM does not compute the sliding windows of a config.json; "" if it does.
 
     Example:
         >>> kinds = ["full_attention", "sliding_attention"]

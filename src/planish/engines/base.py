@@ -1,6 +1,6 @@
-"""Interface of a rollout engine for drivers, and the part that all engines share.
+"""Interface of a rollout engine, and the code that all engines share.
 
-An engine never decides the final length of a response, and never filters: the driver handles
+An engine neither decides the final length of a response nor filters responses. Its caller handles
 partial responses, retries and groups.
 """
 
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 _AT_WORK = (EngineState.READY, EngineState.RUNNING)
 
 COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
-"""Counters of every engine: `tokens` are sampled tokens, with those of running requests; `steps`
-are forward passes that decode; `row_steps` sums the requests over steps; `most_rows` is their
+"""Counters of every engine. `tokens`: sampled tokens, also of running requests. `steps`: forward
+passes that decode. `row_steps`: sum of the requests over these steps. `most_rows`: their
 maximum."""
 
 
 class TurnLock:
     """A mutex that serves threads in the order of their calls.
 
-    With `threading.Lock` a polling loop takes the lock again at once and starves a thread that
-    aborts.
+    With `threading.Lock` a polling loop would take the lock again at once, and a thread that aborts
+    would wait forever.
     """
 
     def __init__(self) -> None:
@@ -62,18 +62,18 @@ class TurnLock:
 
 
 class BaseEngine(ABC):
-    """States, queue, locking and `generate`, over hooks that each engine implements.
+    """States, queue, locking and `generate`, built on hooks that each engine implements.
 
     `submit`, `poll` and `abort` may be called from different threads.
 
-    The calling thread does the work inside `poll` and `generate`. The engine starts no thread,
-    so that equal calls give equal schedules and bit-equal outputs.
+    The calling thread does the work inside `poll` and `generate`. The engine starts no thread, so
+    equal calls give equal schedules and bit-equal outputs.
     """
 
     max_model_len: int
     """Longest prompt plus response in tokens; known after `start`."""
     routing: bool
-    """Whether outputs may have the experts of each token."""
+    """True if outputs can have the experts of each token."""
 
     def __init__(self, max_rows: int, max_model_len: int, *, routing: bool) -> None:
         self.max_model_len, self.routing = max_model_len, routing
@@ -90,30 +90,30 @@ class BaseEngine(ABC):
     # Hooks of an engine, under the lock.
     @abstractmethod
     def _load(self, model: ModelRef) -> int:
-        """Load and return the policy version."""
+        """Load the model and return the policy version."""
 
     @abstractmethod
     def _check(self, request: Request) -> str:
-        """Return why a request without a `fault` can not be served; "" when it can."""
+        """Return why the engine cannot serve a request that has no `fault`; "" if it can."""
 
     @abstractmethod
     def _free_rows(self) -> int:
-        """Return how many requests may start now."""
+        """Return the number of requests that may start now."""
 
     @abstractmethod
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
-        """Start requests; return those that failed at once."""
+        """Start requests; return the outputs of those that failed at once."""
 
     @abstractmethod
     def _num_running(self) -> int:
-        """Return how many requests have started and not ended."""
+        """Return the number of requests that have started and not ended."""
 
     @abstractmethod
     def _advance(self) -> list[Output]:
-        """Make one step for the running requests; return the finished ones.
+        """Make one step for the running requests; return the outputs of finished requests.
 
         A step may give each request any number of tokens, or none. Tokens after the end of a
-                response, or beyond its budget, are in no output.
+        response, or beyond its budget, are in no output.
         """
 
     @abstractmethod
@@ -122,17 +122,17 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
-        """Swap weights, all or none."""
+        """Replace all weights, or none on failure."""
 
     def _renew(self) -> None:
-        """Drop what earlier requests have left, and count from zero."""
+        """Drop the state of earlier requests, and reset the counters."""
         raise NotSupported(
             f"an engine must be able to sample for one iteration after the other, got "
             f"{type(self).__name__}; run iterations apart, or take `transformers` or `vllm`"
         )
 
     def _sleep(self) -> None:  # noqa: B027 - few engines can
-        """Free the device as far as the engine can; `_replace_weights` takes it again."""
+        """Free the device as far as the engine can; `_replace_weights` uses it again."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -140,11 +140,16 @@ class BaseEngine(ABC):
 
     @property
     def state(self) -> EngineState:
-        """State in the life of the engine."""
+        """Present state of the engine."""
         return self._state
 
     def start(self, model: ModelRef) -> None:
-        """Load the model; EngineBusy on a second call, EngineError if it cannot be served."""
+        """Load the model.
+
+        Raises:
+            EngineBusy: this is the second call.
+            EngineError: the engine cannot serve the model.
+        """
         with self._lock:
             if self._state is not EngineState.NEW:
                 raise EngineBusy(
@@ -156,10 +161,11 @@ class BaseEngine(ABC):
             telemetry.set_level("planish_rollout_weight_version", self._version)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none; a request with a `fault` ends at once, and alone.
+        """Queue requests, all or none; a request with a `fault` ends at once, without the others.
 
-        An empty prompt, or an id that is no text, raises ConfigError; an id in use raises
-        EngineError.
+        Raises:
+            ConfigError: a prompt is empty, or an id is not a text.
+            EngineError: an id is in use.
         """
         with self._lock:
             self._expect("submit", *_AT_WORK)
@@ -167,7 +173,7 @@ class BaseEngine(ABC):
             for request in requests:
                 self._refuse(request, seen)
                 seen.add(request.request_id)
-            # Nothing has changed yet, whatever a check may raise.
+            # Checks come first, so an exception changes nothing.
             faults = [self._fault(request) for request in requests]
             self._alive |= seen
             for request, fault in zip(requests, faults, strict=True):
@@ -195,7 +201,7 @@ class BaseEngine(ABC):
             )
 
     def _fault(self, request: Request) -> str:
-        """Return why a request ends alone, so that nothing in flight hears of it."""
+        """Return why a request must end at once, so that it does not affect running requests."""
         fault = request.fault()
         if not fault and request.sampling.want_routing and not self.routing:
             fault = (
@@ -207,8 +213,8 @@ class BaseEngine(ABC):
     def poll(self, timeout: float) -> list[Output]:
         """Work until there is an output or `timeout` seconds have passed; return all outputs.
 
-        If there is work, it makes at least one step, even with timeout 0. EngineError says that the
-        engine failed and that its requests are lost.
+        If there is work, the engine makes at least one step, even with timeout 0. EngineError: the
+        engine failed and its requests are lost.
         """
         return self._poll(timeout, None)
 
@@ -268,11 +274,14 @@ class BaseEngine(ABC):
         return outputs
 
     def update_weights(self, source: WeightSource, version: int) -> WeightUpdate:
-        """Change the weights; a failed read leaves the old ones in place.
+        """Change the weights; if reading fails, the old weights stay.
 
-        EngineBusy: requests run or wait. EngineError: names or shapes do not fit. RecordError:
-        files of pinned weights are damaged. The first policy of a forked run may have a higher
-        `version` than its later policies.
+        The first policy of a forked run may have a higher `version` than its later policies.
+
+        Raises:
+            EngineBusy: requests run or wait.
+            EngineError: names or shapes do not fit.
+            RecordError: files of pinned weights are damaged.
         """
         with self._lock:
             self._expect("update_weights", *_AT_WORK, EngineState.ASLEEP)
@@ -289,16 +298,18 @@ class BaseEngine(ABC):
             return report
 
     def renew(self) -> None:
-        """Reset the engine to the state after opening with these weights.
+        """Reset the engine to its state after opening with the present weights.
 
-        EngineError: requests run or wait. NotSupported: the engine cannot reset.
+        Raises:
+            EngineError: requests run or wait.
+            NotSupported: the engine cannot reset.
         """
         with self._lock:
             self._expect("renew", EngineState.READY)
             self._renew()
 
     def sleep(self) -> None:
-        """Free the device for other users until `update_weights`; weights may be lost."""
+        """Free the device for other programs until `update_weights`; the weights may be lost."""
         with self._lock:
             self._expect("sleep", EngineState.READY, EngineState.ASLEEP)
             if self._state is EngineState.READY:
@@ -310,7 +321,9 @@ class BaseEngine(ABC):
         return self._version
 
     def stats(self) -> dict[str, Any]:
-        """Return `COUNTERS` and more; `occupancy` is requests per step over `max_rows`."""
+        """Return `COUNTERS` and further figures; `occupancy` is requests per step over
+        `max_rows`.
+        """
         steps = max(self._counts["steps"], 1)
         return {
             "queued": len(self._queue),
@@ -338,7 +351,7 @@ class BaseEngine(ABC):
         self.close()
 
     def _turn(self) -> None:
-        """Start what fits, then make one step."""
+        """Start the requests that fit, then make one step."""
         with self._failing(), telemetry.timed("planish_rollout_step_seconds"):
             free = min(self._free_rows(), len(self._queue)) if self._queue else 0
             if free:
@@ -350,7 +363,7 @@ class BaseEngine(ABC):
         self._settle()
 
     def _collect(self, wanted: set[str] | None = None) -> list[Output]:
-        """Hand out finished outputs, all or those of the `wanted` ids."""
+        """Return and remove finished outputs: all, or those with the `wanted` ids."""
         outputs, self._finished = self._finished, []
         if wanted is not None:
             self._finished = [o for o in outputs if o.request_id not in wanted]
@@ -362,7 +375,7 @@ class BaseEngine(ABC):
         return outputs
 
     def _settle(self) -> None:
-        """Set READY or RUNNING by what is left to do."""
+        """Set the state to RUNNING if requests remain, else to READY."""
         if self._state in _AT_WORK:
             busy = bool(self._queue) or self._num_running() > 0
             self._state = EngineState.RUNNING if busy else EngineState.READY
@@ -377,7 +390,7 @@ class BaseEngine(ABC):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Mark the engine FAILED when anything rises."""
+        """Set the state to FAILED if the block raises."""
         try:
             yield
         except PlanishError:

@@ -1,4 +1,4 @@
-"""Settings of rollout engines, the same for every stage that generates."""
+"""Settings of rollout engines, common to all stages that generate."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ class EngineConfig(Section):
     """The engine that samples, and its use of the machine."""
 
     name: str = "transformers"
-    """Key in the table of engines; rollouts, evaluation, pass rates and the probe of the cold
-    start use the same one."""
+    """Name of the engine; rollouts, evaluation, pass rates and the probe of the cold start use
+    it."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share every layer; each has its own accelerator, or for dense policies may be a
-    process on the CPU. Engine `vllm`."""
+    """Ranks that split every layer; each rank has its own accelerator. For dense policies a rank
+    may be a process on the CPU. Engine `vllm`."""
     expert_parallel: bool = False
-    """Give each of these ranks whole experts in place of a part of every expert. Engine `vllm`."""
+    """Distribute whole experts over the ranks of `tensor_parallel`, in place of a part of every
+    expert on each. Engine `vllm`."""
     quantization: Literal["none", "fp8"] = "none"
-    """Type of the weights in the engine; it reads and updates them in the policy's type. Engine
+    """Type of the weights inside the engine, which converts them from the policy's type. Engine
     `vllm` on accelerators."""
     memory_share: float = Field(default=0.85, gt=0.0, le=1.0)
-    """Share of each accelerator's memory for weights and cache; for the probe of the cold start it
-    is `sft.probe_memory_share`. Engines `vllm`, `vllm_disagg`."""
+    """Share of each accelerator's memory for weights and cache; the probe of the cold start uses
+    `sft.probe_memory_share`. Engines `vllm`, `vllm_disagg`."""
     cache_bytes: int = Field(default=0, ge=0)
-    """Bytes of the cache of keys and values on each rank; 0 takes the rest of `memory_share`, on
-    the CPU 1 GiB. Engines `vllm`, `vllm_disagg`."""
+    """Bytes of the KV cache on each rank; 0 takes the rest of `memory_share`, on the CPU 1 GiB.
+    Engines `vllm`, `vllm_disagg`."""
     attention_ranks: int = Field(default=1, ge=1)
-    """Processes with attention and the requests, each with a whole copy; every rank of a pod
-    has its own accelerator. Engines `disagg`, `vllm_disagg`."""
+    """Processes that compute attention, each with a whole copy of it and with its own requests.
+    Every rank of a pod has its own accelerator. Engines `disagg`, `vllm_disagg`."""
     expert_ranks: int = Field(default=1, ge=1)
     """Processes that share the experts. Engines `disagg`, `vllm_disagg`."""
     micro_batches: int = Field(default=2, ge=1, le=4)
-    """Parts of the requests of each attention rank; one computes while the rows of the others are
-    at the experts. Engine `disagg`."""
+    """Parts into which each attention rank splits its requests. One part computes attention while
+    the tokens of the others are at the experts. Engine `disagg`."""
     redundant_experts: int = Field(default=0, ge=0)
-    """Replicas of busy experts on each expert rank, beside its own experts. Engines `disagg`,
-    `vllm_disagg`."""
+    """Number of replicas of busy experts on each expert rank, in addition to its own experts.
+    Engines `disagg`, `vllm_disagg`."""
     transport: Literal["sockets", "nixl"] = "sockets"
-    """Transport of rows between ranks: TCP through the host's memory, or NIXL from the memory of
-    one device into that of another. Engines `disagg`, `vllm_disagg`."""
+    """Transport of hidden states between ranks: TCP through host memory, or NIXL from device memory
+    to device memory. Engines `disagg`, `vllm_disagg`."""
     peers: tuple[str, ...] = Field(default=(), strict=False)
     """`host:port` of each rank that runs on another machine as `planish rollout rank`, attention
-    ranks first; empty starts the ranks beside the engine. It needs the token in
-    PLANISH_RANKS_TOKEN. Engines `disagg`, `vllm_disagg`."""
+    ranks first. Empty: the engine starts the ranks on its own machine. Ranks elsewhere need the
+    token in PLANISH_RANKS_TOKEN. Engines `disagg`, `vllm_disagg`."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0.0)
-    """Longest wait for an iteration, a weight update or another rank. The start, in which ranks
-    read their weights, may take twice as long, and with vLLM at least 15 minutes. Engines `disagg`,
-    `vllm_disagg`."""
+    """Longest wait in seconds for an iteration, a weight update or another rank. The start, in
+    which ranks read their weights, may take twice as long, and with vLLM at least 15 minutes.
+    Engines `disagg`, `vllm_disagg`."""
     batch_tokens: int = Field(default=0, ge=0)
-    """Maximum of tokens in one forward pass over prompts; 0 is the engine's own choice."""
+    """Most tokens in one forward pass over prompts; 0: the engine chooses."""
     vllm: dict[str, Any] = Field(default={})
-    """Options of vLLM's `EngineArgs` that are no setting of Planish, such as `kv_cache_dtype`,
+    """Options of vLLM's `EngineArgs` that have no setting here, such as `kv_cache_dtype`,
     `attention_backend`, or on accelerators `speculative_config` of method `ngram`. Engines `vllm`,
     `vllm_disagg`."""
     compile: bool = True
-    """Compile the model and capture its graphs; the start then takes minutes. Engine `vllm` on
+    """Compile the model and capture CUDA graphs; the start then takes minutes. Engine `vllm` on
     accelerators."""
 
     @model_validator(mode="after")
@@ -104,17 +105,23 @@ class EngineConfig(Section):
 
     @property
     def guesses(self) -> bool:
-        """Whether vLLM speculates, and takes several tokens in a step."""
+        """True if vLLM guesses tokens (speculative decoding), so that a step may add several
+        tokens.
+        """
         return "speculative_config" in self.vllm
 
     @property
     def start_seconds(self) -> float:
-        """Longest wait until ranks are ready; ranks that wait for each other fail earlier."""
+        """Longest wait in seconds until ranks are ready; ranks that wait for each other fail
+        earlier.
+        """
         return max(2 * self.rank_timeout_seconds, _VLLM_START_S * (self.name == "vllm_disagg"))
 
     @property
     def frame_tokens(self) -> int:
-        """Maximum tokens of a forward over prompts, and of a frame, with separate experts."""
+        """Most tokens of a forward pass over prompts, and of a frame between ranks, with separate
+        experts.
+        """
         return self.batch_tokens or 512
 
     def _off(self) -> list[str]:
@@ -126,14 +133,14 @@ class EngineConfig(Section):
 
 
 TEMPERATURES = (1e-4, 1e4)
-"""Smallest and largest temperature above 0: vLLM treats less than 1e-5 as 0, and quotients of
-logits must fit float32."""
+"""Smallest and largest temperature above 0. vLLM treats less than 1e-5 as 0, and logits divided by
+the temperature must fit float32."""
 
 DEAD_S = 10.0
 """Seconds without an answer to a ping after which a rank counts as dead."""
 
 _VLLM_START_S = 900.0
-"""Start time of vLLM alone: it takes minutes to compile its kernels without a cache."""
+"""Seconds that vLLM may take to start; without a cache it compiles its kernels for minutes."""
 
 _CHOSEN = "the engine itself chooses it"
 _FIXED = "it would change the model, or run other code than this engine's"
@@ -167,10 +174,10 @@ VLLM_OURS = {
         _FIXED,
     ),
 }
-"""Options of vLLM that `engine.vllm` must not set, with the reasons."""
+"""Options that `engine.vllm` must not set, with the reasons."""
 
 VLLM_SETTINGS = frozenset({"memory_share", "cache_bytes", "batch_tokens", "vllm"})
-"""Settings of vLLM in both of its engines."""
+"""Settings that both engines with vLLM read."""
 
 _OWNERS = {
     **dict.fromkeys(set(EngineConfig.model_fields) - {"name", "batch_tokens"}, ("vllm",)),
@@ -183,4 +190,4 @@ _OWNERS = {
     "peers": APART,
     "rank_timeout_seconds": APART,
 }
-"""Settings that only some engines have, and these engines."""
+"""Settings that only some engines read, with these engines."""

@@ -1,6 +1,6 @@
 """Measurement of a policy's accuracy: sample responses to prompts and verify them.
 
-It is used for measurements without training; it filters no group and shapes no reward.
+It is used outside training: it filters no group and shapes no reward.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEASURING = 0
-"""Replaces the iteration in seeds: no training iteration has this number."""
+"""Value that replaces the iteration in seeds; no training iteration has this number."""
 
 MOST_REPEATS = 3
-"""Maximum repeats of a response that was lost with a part of the engine."""
+"""Most repetitions of a response that was lost with a part of the engine."""
 
 
 def generate_rollouts(
@@ -44,10 +44,12 @@ def generate_rollouts(
 ) -> RolloutSet:
     """Sample `num_samples` responses to each of P prompts, as P groups.
 
-    The noise of a response is a function of (run seed, prompt id, sample index) only, so that two
-    policies get the same noise; the seed of `sampling` is replaced. Requests that the engine
-    refuses have no tokens and finish as ABORT. Requests that are lost with a part of the engine are
-    repeated; EngineError names those that are lost too often.
+    The noise of a response depends only on (run seed, prompt id, sample index), so two policies get
+    the same noise; the seed of `sampling` is replaced. Requests that the engine refuses have no
+    tokens and finish as ABORT. Requests that are lost with a part of the engine are repeated.
+
+    Raises:
+        EngineError: requests were lost too often; the message names them.
     """
     prompt_tokens = [tokenizer.encode_prompt(messages) for messages in prompts.messages]
     requests = [
@@ -100,9 +102,10 @@ def generate_rollouts(
 def judge(
     rollouts: RolloutSet, options: VerifierOptions, *, max_error_rate: float = 0.01
 ) -> list[Verdict]:
-    """Verify every rollout; a verifier that fails counts as wrong.
+    """Return the verdict on every rollout; if a verifier fails, the rollout counts as wrong.
 
-    VerifierFailure: more rows failed than `max_error_rate` allows, or a verifier hangs.
+    Raises:
+        VerifierFailure: more rows failed than `max_error_rate` allows, or a verifier hangs.
     """
     verdicts = verify_many(rollouts.to_verify(), options)
     check_errors(verdicts, max_error_rate)
@@ -110,7 +113,7 @@ def judge(
 
 
 def check_errors(verdicts: Sequence[Verdict], max_error_rate: float) -> None:
-    """Refuse verdicts of which more are failures of verifiers than is allowed."""
+    """Raise VerifierFailure if more verdicts are failures of verifiers than allowed."""
     errors = [verdict for verdict in verdicts if verdict.error]
     if len(errors) > max_error_rate * len(verdicts):
         raise VerifierFailure(

@@ -1,4 +1,4 @@
-"""Checks of a policy before an engine reads a tensor."""
+"""Checks of a policy folder before an engine reads a tensor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 def check_policy(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], Tokenizer]:
     """Return configuration and tokenizer of a policy folder with tensors of these names.
 
-    EngineError names all faults at once: an unusable type, quantised weights, missing or surplus
-    experts, a tokenizer of another model.
+    Raises:
+        EngineError: the message has all faults, e.g. an unusable type, quantised weights, missing
+            or surplus experts, a tokenizer of another model.
     """
     config, tokenizer = read_model_config(folder), load_tokenizer(folder)
     faults = []

@@ -1,6 +1,6 @@
-"""Input and output of an engine: token ids only, never text.
+"""Input and output of an engine: token ids, never text.
 
-Engines have no prompts as messages, no groups and no rewards.
+An engine knows no chat messages, groups or rewards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 2**63 - 1
 
 
 class EngineState(StrEnum):
-    """Life of an engine: new -> ready <-> running or asleep; any -> failed, closed."""
+    """States of an engine: new -> ready <-> running or asleep; any state -> failed or closed."""
 
     NEW = "new"
     READY = "ready"
@@ -34,22 +34,24 @@ class Sampling:
     """Settings of sampling for one response."""
 
     max_new_tokens: int
-    """Budget of this call in tokens, 1 to 2**63 - 1."""
+    """Most tokens of this call, 1 to 2**63 - 1."""
     temperature: float = 1.0
-    """Divides the logits, within `TEMPERATURES`; 0 takes the likeliest token."""
+    """Divisor of the logits, within `TEMPERATURES`; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probability reaches this; 0 < top_p <= 1."""
+    """Nucleus sampling: probability that the smallest set of most likely tokens must reach; 0 <
+    top_p <= 1."""
     top_k: int = 0
-    """Sample from this many likeliest tokens, 0 to 2**63 - 1; 0 is off."""
+    """Number of most likely tokens to sample from, 0 to 2**63 - 1; 0 is off."""
     ignore_eos: bool = False
     """Ignore the end tokens and the stop strings of the model."""
     seed: int = 0
-    """Noise of response position t is a hash of (seed, t) under any windows; 0 to 2**63 - 1."""
+    """Seed of the noise. The noise of response position t is a hash of (seed, t), whatever the
+    windows; 0 to 2**63 - 1."""
     want_routing: bool = False
     """Return the experts of each token; the engine needs `routing`."""
 
     def fault(self) -> str:
-        """Return the fault of a value that no engine serves; "" without a fault.
+        """Return why no engine can serve these settings; "" if there is no fault.
 
         Example:
             >>> Sampling(max_new_tokens=1, seed=-1).fault()
@@ -77,7 +79,7 @@ def _is_real(value: object) -> bool:
 
 
 def _show(value: object) -> str:
-    """Return the start of a value; numbers of thousands of digits have no text in Python."""
+    """Return the start of a value's text; Python has no text for numbers of thousands of digits."""
     try:
         return f"{value!r:.80}"
     except ValueError:
@@ -89,15 +91,15 @@ class Request:
     """One response to generate, or to continue."""
 
     request_id: str
-    """Unique among the living requests."""
+    """Unique among the queued and running requests."""
     prompt_ids: tuple[int, ...]
     """Prompt after the chat template, at least one token."""
     sampling: Sampling
     response_prefix: tuple[int, ...] = ()
-    """Response tokens of earlier windows; never tokenised again."""
+    """Response tokens of earlier windows, as they were sampled."""
 
     def fault(self) -> str:
-        """Return the fault of a request that no engine serves; "" without a fault."""
+        """Return why no engine can serve the request; "" if there is no fault."""
         for name in ("prompt_ids", "response_prefix"):
             ids = getattr(self, name)
             if type(ids) is not tuple or not set(map(type, ids)) <= {int}:
@@ -111,30 +113,30 @@ class Request:
 
 @dataclass
 class Output:
-    """Output of one request; the three lists have equal length."""
+    """Output of one request; its three lists have equal length."""
 
     request_id: str
     token_ids: list[int]
-    """New tokens of this call; the stop token included."""
+    """New tokens of this call, the stop token included."""
     logprobs: list[float]
-    """Natural log of each token's probability in the distribution that it was sampled from
-    (after temperature, top-k and top-p); at temperature 0 that of temperature 1."""
+    """Natural log of each token's probability under the distribution that it was sampled from
+    (after temperature, top-k and top-p); for temperature 0, under that of temperature 1."""
     versions: list[int]
     """Policy version that sampled each token; never decreasing."""
     finish_reason: FinishReason
-    """Reason of the end: STOP at an end token or at the token that completes a stop string, LENGTH
-    if the budget of this call is used up, or ABORT."""
+    """Why the call ended: STOP at an end token or at the token that completes a stop string, LENGTH
+    if the call's budget is used up, or ABORT."""
     routing: np.ndarray | None = None
     """[prompt + response tokens - 1, layers with experts, experts per token], int8 or int16: the
-    logical ids of the experts that each token was sent to as an input of this call, prompt and
-    prefix included. The last token is no input yet. -1 where unknown; None if the request did not
-    want it or no token was sampled."""
+    logical ids of the experts of each input token of this call, prompt and prefix included. The
+    last token was not an input yet. -1 where unknown; None if the request did not ask for routing
+    or no token was sampled."""
     error: str = ""
-    """Reason why this request alone failed, with ABORT: a value of `Sampling` that no engine
-    serves, too long a prompt, non-finite logits."""
+    """Why this request alone failed, with ABORT: a value of `Sampling` that no engine serves, a
+    prompt that is too long, non-finite logits."""
     is_lost: bool = False
-    """It failed with a part of the engine, and not by its own fault: the rest of the engine serves
-    it if it is submitted again. Only with an `error`."""
+    """True if the request failed because a part of the engine did; the rest of the engine serves it
+    if it is submitted again. Only with an `error`."""
 
     @classmethod
     def failed(cls, request_id: str, error: str, *, is_lost: bool = False) -> Output:
@@ -143,7 +145,7 @@ class Output:
 
     @property
     def num_tokens(self) -> int:
-        """Count of new tokens."""
+        """Number of new tokens."""
         return len(self.token_ids)
 
 
@@ -158,7 +160,7 @@ class ModelRef:
     version: int = 0
     """Policy version of `folder`."""
     policy: Any = None
-    """A loaded `planish.models.policy.Policy`. The engine may keep weights in its own layout:
+    """A loaded `planish.models.policy.Policy`. The engine may keep weights in its own layout, so
     change them only by `update_weights`, which writes into this policy object."""
 
 

@@ -1,9 +1,9 @@
-"""Choose tokens: inverse CDF with noise that is a hash of (seed, response position).
+"""Choice of tokens: inverse CDF with noise that is a hash of (seed, response position).
 
-Noise from a counter instead of a generator's stream makes a response independent of the rows beside
-it, of the order in which rows finish and of its windows. This holds up to rounding: logits of
-another batch size differ in their last bits, and noise on the border between two tokens may then
-choose the other one. It has no penalties and no beam search.
+Noise that depends on a counter, not on a generator's stream, makes a response independent of the
+other rows of its batch, of the order in which rows finish, and of its windows. This holds up to
+rounding: logits of another batch size differ in their last bits, and noise near the border between
+two tokens may then choose the other token. There are no penalties and there is no beam search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 def request_seed(run_seed: int, iteration: int, prompt_id: str, sample_index: int) -> int:
     """Return the 63-bit seed of one sample of one prompt.
 
-    Equal arguments give equal seeds on every machine, under any shards, retries and order of
+    Equal arguments give equal seeds on every machine, whatever the shards, retries and order of
     requests.
     """
     text = f"{run_seed}/{iteration}/{prompt_id}/{sample_index}"
@@ -42,9 +42,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def noise(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return one uniform float64 in (0, 1) for each pair of a seed and a position from 0.
+    """Return a uniform float64 in (0, 1) for each pair of a seed and a position from 0.
 
-    Both are int64 and broadcast. They have 32 random bits, so that neither 0 nor 1 occurs.
+    Both arguments are int64 and broadcast. The result has 32 random bits and is never 0 or 1.
 
     Source: the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014, figure 17).
     """
@@ -71,7 +71,7 @@ PLAIN = Choice()
 
 
 def _truncate(logprobs: Tensor, choice: Choice) -> Tensor:
-    """Keep the top-k and then the top-p tokens of each row and normalise again."""
+    """Keep the top-k and then the top-p tokens of each row, and normalise again."""
     ordered, order = torch.sort(logprobs, dim=-1, descending=True, stable=True)
     drop = torch.zeros_like(ordered, dtype=torch.bool)
     if choice.top_k is not None:
@@ -87,7 +87,7 @@ def _truncate(logprobs: Tensor, choice: Choice) -> Tensor:
 
 
 def choose(logits: Tensor, uniform: Tensor, choice: Choice = PLAIN) -> tuple[Tensor, Tensor]:
-    """Pick one token per row.
+    """Choose one token per row.
 
     Args:
         logits: [rows, vocabulary], any float dtype; -inf for tokens that are forbidden.
@@ -95,9 +95,10 @@ def choose(logits: Tensor, uniform: Tensor, choice: Choice = PLAIN) -> tuple[Ten
         choice: settings of the rows.
 
     Returns:
-        Token ids [rows] int64 and float32 log-probabilities [rows] of the distribution that was
-        sampled from (of temperature 1 for greedy rows). A row with NaN or +inf logits gives a
-        log-probability that is not finite, and a token that must not be used.
+        Token ids [rows] int64, and their log-probabilities [rows] float32 under the distribution
+        that was sampled from (of temperature 1 for greedy rows). A row with NaN or +inf logits
+        gives
+        a log-probability that is not finite, and a token that must not be used.
     """
     raw = logits.float()
     if choice.temperature is not None:
@@ -107,7 +108,7 @@ def choose(logits: Tensor, uniform: Tensor, choice: Choice = PLAIN) -> tuple[Ten
         logprobs = _truncate(logprobs, choice)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cumulative[:, -1:]
-    # `right` finds the first sum above the target: a token of probability 0 is never found
+    # `right` finds the first sum above the target, so never a token of probability 0
     ids = torch.searchsorted(cumulative, target, right=True)
     ids.clamp_(max=logprobs.shape[-1] - 1)
     if choice.greedy is not None:

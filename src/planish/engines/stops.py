@@ -1,10 +1,10 @@
-"""Stop strings for an engine that knows token ids only: an automaton that reads tokens.
+"""Stop strings for an engine that knows only token ids: an automaton that reads tokens.
 
 The strings become an Aho-Corasick automaton over bytes, and the automaton becomes a table over
 tokens. The state after a token is one lookup on the device of the tokens. A string that spans
 tokens or windows, or ends inside a token, is found at the token that completes it.
 
-The text is not cut before a stop string, because training needs the sampled tokens; the last one
+The text is not cut before a stop string, because training needs the sampled tokens; the last token
 may reach beyond the string.
 
 Source: Aho and Corasick, CACM 18 (6), 1975.
@@ -39,7 +39,8 @@ class StopTable:
     """
 
     token_class: Table
-    """[vocabulary] int32: from any state, tokens of one class lead to the same next state."""
+    """[vocabulary] int32, class of each token: from any state, tokens of one class lead to the same
+    next state."""
     next_state: Table
     """[states, classes] int32; state 0 is the start of a response."""
     complete: npt.NDArray[np.bool_]
@@ -56,8 +57,10 @@ class StopTable:
 def tokenizer_stops(tokenizer: Tokenizer, vocab_size: int) -> StopTable | None:
     """Return the stop table of a tokenizer; None if it has no stop strings.
 
-    The LM head has `vocab_size` rows, which may be more or fewer than the tokens. ConfigError: the
-    tokenizer does not say what text each token adds.
+    The LM head has `vocab_size` rows, which may be more or fewer than the tokens.
+
+    Raises:
+        ConfigError: the tokenizer does not say which text each token adds.
     """
     if not tokenizer.stop_strings:
         return None
@@ -66,9 +69,10 @@ def tokenizer_stops(tokenizer: Tokenizer, vocab_size: int) -> StopTable | None:
 
 
 def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable:
-    """Build the stop table of strings from the bytes that each token adds to the text.
+    """Return the stop table of strings, from the bytes that each token adds to the text.
 
-    ConfigError: a string fails `check_stop_strings`, or no tokens complete it.
+    Raises:
+        ConfigError: a string fails `check_stop_strings`, or no tokens complete it.
     """
     unique = tuple(dict.fromkeys(strings))
     check_stop_strings(unique)
@@ -77,7 +81,7 @@ def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTabl
     columns, token_class = np.unique(reached, axis=0, return_inverse=True)
     next_state = np.ascontiguousarray(columns.T, dtype=np.int32)
     rare = [text for index, text in enumerate(unique) if index not in _ends(reached, found)]
-    # Another string may only have come before it.
+    # Another string may only have been completed before it.
     alone = {text: _automaton([text.encode()]) for text in rare}
     unspelled = [
         text for text, (s, f) in alone.items() if not _ends(_after_tokens(s, token_bytes), f)
@@ -91,7 +95,9 @@ def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTabl
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[npt.NDArray[np.int16], Table]:
-    """Return the state after each byte, [states, 256], and what is found in each state."""
+    """Return the state after each byte, [states, 256], and the string found in each state (-1:
+    none).
+    """
     step: list[list[int]] = [[-1] * 256]
     found = [-1]
     for index, pattern in enumerate(patterns):
@@ -103,7 +109,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[npt.NDArray[np.int16], Table]
                 found.append(-1)
             state = step[state][byte]
         found[state] = index
-    # Breadth first: what a missing step leads to is known from the longest proper suffix.
+    # Breadth first: a missing step follows the state of the longest proper suffix.
     suffix = [0] * len(step)
     queue: deque[int] = deque([0])
     while queue:
@@ -144,7 +150,7 @@ def _after_tokens(
 
 
 def _ends(reached: npt.NDArray[np.int16], found: Table) -> set[int]:
-    """Return which strings a response can end with, by the states after each token."""
+    """Return the strings with which a response can end, from the states after each token."""
     seen, open_states = {0}, [0]
     while open_states:
         following = {*np.unique(reached[:, open_states.pop()]).tolist()} - seen
@@ -154,7 +160,7 @@ def _ends(reached: npt.NDArray[np.int16], found: Table) -> set[int]:
 
 
 class StopStates:
-    """State of every row in the model's stop table; it never waits for the device."""
+    """State of every row in the model's stop table; reading it never waits for the device."""
 
     def __init__(self, table: StopTable, capacity: int, device: torch.device) -> None:
         self._table, self._num_classes = table, table.next_state.shape[1]
@@ -164,16 +170,20 @@ class StopStates:
         self._states = torch.zeros(capacity, dtype=torch.int64, device=device)
 
     def add(self, first: int, requests: Sequence[Request]) -> None:
-        """Add requests to the rows from `first` on; response tokens of earlier windows count."""
+        """Add requests to the rows from `first` on, in the state after their earlier response
+        tokens.
+        """
         states = [self._table.advance(0, request.response_prefix) for request in requests]
         self._states[first : first + len(states)] = torch.tensor(states)
 
     def read(self, ids: Tensor) -> Tensor:
-        """Advance the first rows by one token each; return which are complete, [n] bool."""
+        """Advance the first n rows by one token each; return [n] bool, True for complete
+        strings.
+        """
         states = self._states[: len(ids)]
         states.copy_(self._following[states * self._num_classes + self._class[ids]])
         return self._complete[states]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows."""
+        """Copy the state of rows `source` to rows `target`."""
         self._states[target] = self._states[source]

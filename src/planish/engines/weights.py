@@ -1,7 +1,7 @@
 """Sources of weights: tensors by their canonical Hugging Face names, read box by box.
 
-A source has an address, by which another process reads the same weights itself. Sources do not know
-engines, and never contain pickled data.
+A source may have an address, by which another process reads the same weights itself. Sources do not
+know engines, and never contain pickled data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-"""Types of weights in safetensors headers."""
+"""Map from type in a safetensors header to the torch type."""
 
 
 class WeightSource(Protocol):
@@ -39,10 +39,10 @@ class WeightSource(Protocol):
     """Address for `fetch_weights` in another process; "" for weights in memory."""
 
     def names(self) -> Names:
-        """Return shape and dtype by canonical name."""
+        """Return name to (shape, dtype), with canonical names."""
 
     def read(self, name: str, index: Index = ()) -> torch.Tensor:
-        """Return the box `index` of tensor `name`; the whole tensor if it is empty."""
+        """Return the box `index` of tensor `name`; the whole tensor if `index` is empty."""
 
 
 class DictWeights(WeightSource):
@@ -111,28 +111,30 @@ class FolderWeights(WeightSource):
 
 
 HEAD = "lm_head.weight"
-"""The LM head in a policy folder."""
+"""Name of the LM head in a policy folder."""
 
 _fetched: WeakValueDictionary[str, WeightSource] = WeakValueDictionary()
-"""Sources by address: weights that this process has already need no second read or check."""
+"""Sources by address, so that this process reads and verifies the same weights only once."""
 
 
 def offer(source: WeightSource) -> str:
-    """Return an address at which `fetch_weights` in this process finds a living source."""
+    """Return an address at which `fetch_weights` finds the source, as long as it lives in this
+    process.
+    """
     address = source.address or f"memory:{id(source)}"
     _fetched[address] = source
     return address
 
 
 def fetch_weights(address: str) -> WeightSource:
-    """Return the weights at the address of a source, with all files verified on this machine.
+    """Return the weights at an address; all files of a pinned URI are verified on this machine.
 
     Args:
         address: a pinned URI (all processes of this machine read the store once), a local folder
-                        (not verified), or an address that `offer` has returned in this process.
+            (not verified), or an address that `offer` has returned in this process.
 
     Raises:
-        ObjectMissing: no finished export there.
+        ObjectMissing: there is no finished export.
         RecordError: a file is missing or damaged.
     """
     held = _fetched.get(address)
@@ -147,18 +149,18 @@ def fetch_weights(address: str) -> WeightSource:
 
 
 def without_tied(names: Names, config: Mapping[str, Any]) -> Names:
-    """Return the tensors of a policy folder without an LM head that repeats the embedding."""
+    """Return the tensors of a policy folder without an LM head that is tied to the embedding."""
     tied = bool(config.get("tie_word_embeddings"))
     return {name: fact for name, fact in names.items() if not (tied and name == HEAD)}
 
 
 def check_weights(given: Names, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare names and shapes of weights with those of the model that serves.
+    """Check that names and shapes of weights are those of the served model.
 
-    An LM head that repeats the embedding is optional.
+    An LM head that is tied to the embedding is optional.
 
     Raises:
-        EngineError: they do not fit; the message names the first five.
+        EngineError: names or shapes do not fit; the message has the first five.
     """
     faults = [f"{name} is missing" for name in wanted if name not in given]
     others = given.keys() - wanted.keys() - {HEAD}
@@ -178,7 +180,7 @@ def check_weights(given: Names, wanted: Mapping[str, tuple[int, ...]]) -> None:
 def local_policy(model: ModelRef, scratch: ExitStack) -> tuple[Path, int]:
     """Return a policy's local folder, for processes that read files, and its version.
 
-    A policy in memory is saved into a folder that `scratch` removes.
+    A policy in memory is saved into a temporary folder of `scratch`.
     """
     if model.folder:
         return Path(model.folder), model.version
@@ -196,7 +198,9 @@ def local_policy(model: ModelRef, scratch: ExitStack) -> tuple[Path, int]:
 
 
 def address_of(source: WeightSource, scratch: ExitStack) -> str:
-    """Return the address of a source; weights in memory are saved into a folder of `scratch`."""
+    """Return the address of a source; weights in memory are saved into a temporary folder of
+    `scratch`.
+    """
     if source.address:
         return source.address
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""The monitor in a program of ours: look at one job until something is found, or at a recording."""
+"""The monitor inside a program: watch one job until a fault, or search a recorded trace."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Watched:
     """The last result of a watched job, and the number of calls."""
 
     result: Result
-    """The fault, if there is one; else that of the last call whose servers answered."""
+    """Result with the fault if there is one, else the result of the last call that had answers."""
     num_calls: int = 0
     num_failed: int = 0
 
 
 def nothing(job: str) -> Result:
-    """Return the result where nothing was looked at."""
+    """Return the result of a job before any call."""
     return Result(job, "skipped", 0, 0, 0, "default", 0.0, "euclidean")
 
 
 def look_back(raw: Mapping[str, Any], trace: str, job: str) -> Result:
-    """Return the first result with a fault in a recording at a URI, else the last one.
+    """Return the first result with a fault in the trace at a URI, else the last result.
 
-    `raw` are settings of the service; those that a recording does not need are left out.
+    `raw` are settings of the service; settings that a trace does not need are ignored.
     """
     config = minder_config({k: v for k, v in raw.items() if k in MinderConfig.model_fields})
     folder = raw.get("models", {}).get("folder", "")
@@ -75,10 +75,11 @@ def watch(
     is_over: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> Watched:
-    """Look at a job in the interval of the configuration until a fault, the end or `seconds`.
+    """Call the detector for a job at the configured interval, until a fault, `is_over`, or
+    `seconds`.
 
-    A server that does not answer is no reason to fail: what is watched goes on without. Neither is
-    a job with too few machines to compare, which is logged once; others may still join it.
+    A server that does not answer does not end the watch, and neither does a job with too few
+    machines, since others may still join. Both are logged.
     """
     settings = service_settings(raw)
     models = models_of(settings)
@@ -111,11 +112,11 @@ def watch(
 
 
 def find(settings: ServiceSettings, job: str, own_stage: str) -> JobInfo:
-    """Return the job that is named, or that of this run with the most machines.
+    """Return the job with a name; without a name, the job of this run that has the most machines.
 
     Raises:
-        ConfigError: there is none, or the settings list several.
-        ClusterError: the API server refused or does not answer.
+        ConfigError: there is no such job, or the settings list several.
+        ClusterError: the API server refused the request or does not answer.
     """
     if job:
         return find_job(settings, job)

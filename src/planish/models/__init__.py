@@ -1,1 +1,1 @@
-"""Policies: built from scratch, loaded from the store, a folder or a hub, and saved."""
+"""Policies: built from scratch; loaded from the store, a folder or a hub; saved."""

@@ -1,9 +1,8 @@
 """Low-rank adapters (LoRA): the layers that get them, and their settings in a train state.
 
-A linear layer of weight W [rows, columns] computes with W + alpha / rank * B A, where A is
-[rank, columns] and B [rows, rank]; training changes A and B, and W stays. The module imports no
-torch, so that `prepare` can check adapters before a run takes a GPU; `planish.models.lora` builds
-them.
+A linear layer with weight W [rows, columns] computes with W + alpha / rank * B A, where A is [rank,
+columns] and B is [rows, rank]. Training changes A and B but not W. The module imports no torch, so
+`prepare` can check adapters before a run takes a GPU; `planish.models.lora` builds them.
 
 Source: LoRA, arXiv 2106.09685, section 4.1.
 """
@@ -21,24 +20,24 @@ from planish.models.experts import is_expert
 KEY = "lora"
 """Key of the settings in the JSON part of a train state; absent if all weights train."""
 DOWN, UP, SCALE = "lora_A", "lora_B", "lora_scale"
-"""Names of tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, A and B above, beside
-`<layer>.weight`; and once for a model `alpha / rank`."""
+"""Names of tensors: `<layer>.lora_A.weight` (A) and `<layer>.lora_B.weight` (B) beside
+`<layer>.weight`, and one `lora_scale`, which is `alpha / rank`, for the whole model."""
 
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+\..+")
 
 
 class Adapters(NamedTuple):
-    """Size and place of adapters."""
+    """Rank, scale and layers of the adapters."""
 
     rank: int
-    """Columns of B; above 0."""
+    """Number of columns of B, above 0."""
     alpha: float
     target_modules: tuple[str, ...]
-    """Last parts of the names of layers; empty: every linear layer but those of experts."""
+    """Last parts of the names of layers; empty: every linear layer except those of experts."""
 
     @property
     def scale(self) -> float:
-        """Factor of B A."""
+        """Factor of the product B A."""
         return self.alpha / self.rank
 
     def to_json(self) -> dict[str, Any]:
@@ -59,8 +58,8 @@ def find_layers(
 ) -> dict[str, tuple[int, int]]:
     """Return the layers that get adapters, with rows and columns of their weights.
 
-    `shapes` are those of linear layers and experts, by their names in memory or on disk. `wanted`
-    is like `Adapters.target_modules`.
+    `shapes` has linear layers and experts, by their names in memory or on disk. `wanted` is like
+    `Adapters.target_modules`.
 
     Raises:
         ConfigError: a name matches no linear layer, or names experts.
@@ -73,7 +72,7 @@ def find_layers(
             continue
         if is_expert(name) or ".experts." in name:
             of_experts.add(layer.rpartition(".")[2])
-        # A router is no linear layer of transformers.
+        # transformers implements a router without a linear layer.
         elif len(shape) == 2 and layer != name and not layer.endswith(".gate"):
             layers[layer] = (shape[0], shape[1])
     known = {layer.rpartition(".")[2] for layer in layers}
@@ -104,7 +103,7 @@ def is_adapter(name: str) -> bool:
 
 
 def num_trained(layers: Mapping[str, tuple[int, int]], rank: int) -> int:
-    """Return the parameters of all adapters."""
+    """Return the number of parameters in all adapters."""
     return sum(rank * (rows + columns) for rows, columns in layers.values())
 
 
@@ -114,7 +113,7 @@ def check_same(info: Mapping[str, Any], adapters: Adapters | None, *, pin: str) 
     `info` is the JSON part of the state at `pin`.
 
     Raises:
-        ConfigError: rank, alpha or layers differ, or one of them has no adapters.
+        ConfigError: rank, alpha or layers differ, or only one side has adapters.
     """
     held, wanted = info.get(KEY), adapters.to_json() if adapters else None
     if held != wanted:

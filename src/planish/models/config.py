@@ -1,4 +1,4 @@
-"""Configuration of the policy: a pretrained model by name, or a small one built from scratch."""
+"""Settings of the policy: a pretrained model, or a small one built from scratch."""
 
 from __future__ import annotations
 
@@ -11,70 +11,72 @@ from planish.models.tokens import check_stop_strings
 from planish.store.sources import parse_source
 
 NUM_SPECIAL_TOKENS = 4
-"""pad, bos, eos and unk come before the alphabet."""
+"""Number of special tokens (pad, bos, eos, unk), whose ids come before the alphabet's."""
 
 
 class ModelConfig(Section):
-    """The policy that a run starts from; the sizes count only while `path` is empty."""
+    """The policy with which a run starts; the sizes apply only if `path` is empty."""
 
     path: str = ""
-    """Pretrained causal language model: a folder, `owner/name` on the hub,
-    `hf://owner/name[@revision]`, `s3://bucket/folder`, or `https://...#sha256=<digest>` of a tar
-    archive; empty builds one from scratch."""
+    """Address of a pretrained causal language model: a folder, `owner/name` on the hub, `hf:
+    owner/name[@revision]`, `s3:
+    bucket/folder`, or `https:
+    ...#sha256=<digest>` of a tar archive. Empty: the run builds a model from scratch."""
     revision: str = "main"
     """Branch, tag or commit on the hub, if `path` names none."""
     chat_template: str = ""
-    """Jinja chat template of a pretrained tokenizer, in place of its own; empty keeps its own."""
+    """Jinja chat template that replaces that of a pretrained tokenizer; empty keeps the
+    tokenizer's."""
     template_variables: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str
     ] = Field(default={})
     """Variables of a pretrained tokenizer's chat template, such as `{enable_thinking = false}`.
-    Every export of the policy has their values in its template; the template's date is the day of
-    import."""
+    Every export of the policy has their values in its template. The date in the template is the day
+    on which the model was imported."""
     stop_strings: list[str] = Field(default_factory=list)
-    """Texts that end a response with the token that completes them, beside the end tokens; every
-    export of the policy names them in its generation_config.json."""
+    """Texts that end a response, in addition to the end tokens; the response ends with the token
+    that completes the text. Every export of the policy names them in its generation_config.json."""
     end_tokens: list[str] = Field(default_factory=list)
-    """Tokens of a pretrained model that end a response, such as `["<|im_end|>"]`. Empty takes the
-    end tokens in its tokenizer and its configurations, and the token by which its chat template
-    closes an assistant's turn."""
+    """Tokens that end a response of a pretrained model, such as `["<|im_end|>"]`. Empty: the end
+    tokens in its tokenizer and configurations, and the token with which its chat template closes an
+    assistant's turn."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights, and of the weights in rollout engines."""
     head_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which trainer and engines compute the LM head; float32 keeps their log-probabilities
-    closer (MiniMax-M1, arXiv 2506.13585, section 3.2) and costs time. A policy has it in its
-    config.json, from which vLLM reads it."""
+    """Type in which trainer and engines compute the LM head. float32 takes time, but keeps the
+    log-probabilities of both closer together (MiniMax-M1, arXiv 2506.13585, section 3.2). The
+    policy's config.json has the type, and vLLM reads it there."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of low-rank adapters (LoRA), which train in place of the weights; 0 trains all
+    """Rank of low-rank adapters (LoRA), which are trained in place of the weights; 0 trains all
     weights. An exported policy has the adapters merged into its weights."""
     lora_alpha: float = Field(default=32.0, gt=0.0)
-    """The output of the adapters is multiplied by `lora_alpha / lora_rank` (32 as in TRL); only
+    """The output of the adapters is multiplied by `lora_alpha / lora_rank` (32 as in TRL). Only
     with `lora_rank`."""
     lora_target_modules: list[str] = Field(default_factory=list)
-    """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty: all of
-    them but those of routed experts; only with `lora_rank`."""
+    """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty: all except
+    those of routed experts. Only with `lora_rank`."""
     num_layers: int = Field(default=2, ge=1)
-    """Decoder layers."""
+    """Number of decoder layers."""
     hidden_size: int = Field(default=64, ge=1)
-    """Width of the residual stream."""
+    """Hidden size, the width of the residual stream."""
     intermediate_size: int = Field(default=192, ge=1)
     """Width of the gated feed-forward layer."""
     num_experts: int = Field(default=0, ge=0)
-    """Experts of each layer, as in Qwen3-MoE; 0 builds a dense model."""
+    """Number of experts of each layer, as in Qwen3-MoE; 0 builds a dense model."""
     experts_per_token: int = Field(default=2, ge=1)
-    """Experts that compute a token; only with `num_experts`."""
+    """Number of experts that compute each token; only with `num_experts`."""
     expert_intermediate_size: int = Field(default=64, ge=1)
     """Width of one expert, in place of `intermediate_size`; only with `num_experts`."""
     num_heads: int = Field(default=2, ge=1)
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = Field(default=1, ge=1)
-    """Key and value heads; must divide `num_heads`."""
+    """Number of key and value heads; must divide `num_heads`."""
     head_dim: int = Field(default=32, ge=2)
     """Width of one head; even, because of the rotary embedding."""
     initializer_range: float = Field(default=0.08, gt=0.0)
     """Standard deviation of the initial weights."""
     max_model_tokens: int = Field(default=1024, ge=2)
-    """Longest prompt plus response, in tokens, for which positions are defined."""
+    """Longest prompt plus response in tokens; positions are defined up to this length."""
     alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=;:.,()% \n"
     """Characters of the character-level tokenizer; any other character becomes `<unk>`."""
 
@@ -125,5 +127,5 @@ class ModelConfig(Section):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the from-scratch tokenizer."""
+        """Number of tokens of the from-scratch tokenizer."""
         return NUM_SPECIAL_TOKENS + len(self.alphabet)

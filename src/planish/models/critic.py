@@ -1,9 +1,9 @@
-"""Critics: a separate backbone under a value head, built from a policy or a reward model.
+"""Critics: a separate backbone with a value head, built from a policy or a reward model.
 
-A critic shares no parameter with the policy. Only the train state contains it;
-rollout engines never load it.
+A critic shares no parameter with the policy. Only the train state contains the critic; rollout
+engines never load it.
 
-Source: VAPO, arXiv 2504.05118, section 4.1 (start of a value model, with the reason).
+Source: VAPO, arXiv 2504.05118, section 4.1 (initialisation of a value model).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BODY = re.compile(r"[A-Za-z0-9]+Model")
 
 
 class Critic(nn.Module):
-    """Backbone and head; `planish.models.logprobs.ValueScorer` computes values with it."""
+    """Backbone and value head; `planish.models.logprobs.ValueScorer` computes values with them."""
 
     def __init__(self, body: Any, head: nn.Linear) -> None:
         """Join a decoder of transformers (untyped, hence Any) and a linear head with a bias."""
@@ -38,10 +38,10 @@ class Critic(nn.Module):
 
 
 def critic_from_policy(model: Any, *, seed: int, head_std: float) -> Critic:
-    """Copy the backbone of a causal LM and put a new value head on it.
+    """Return a critic with a copy of a causal language model's backbone and a new value head.
 
     Args:
-        model: causal LM of transformers; it is not changed.
+        model: causal language model of transformers; it is not changed.
         seed: seed of the head; the global random state is not changed.
         head_std: standard deviation of the head's weights; its bias is 0.
     """
@@ -50,7 +50,9 @@ def critic_from_policy(model: Any, *, seed: int, head_std: float) -> Critic:
 
 
 def random_critic(model: Any, *, seed: int, head_std: float) -> Critic:
-    """Build an untrained critic of the sizes of a causal LM; arguments as `critic_from_policy`."""
+    """Return an untrained critic with the sizes of a causal language model; arguments as
+    `critic_from_policy`.
+    """
     old = _body(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_stream(seed, 1))
@@ -64,17 +66,16 @@ def open_critic_model(
 ) -> tuple[Critic, FolderBoxes | None]:
     """Open a pretrained model as a critic, in float32.
 
-    A reward model (`*ForSequenceClassification` with one label) gives backbone and head, a causal
-    language model gives the backbone.
-
-    `vocab_size` is that of the policy; the critic must have as many tokens.
+    A reward model (`*ForSequenceClassification` with one label) provides backbone and head, a
+    causal language model only the backbone. `vocab_size` is the policy's; the critic must have as
+    many tokens.
 
     Returns:
-        The critic, and the source of the weights of its backbone; None if they are loaded
+        The critic, and the source of its backbone's weights; None if the weights are loaded
         already, because names in the files differ from those of the model.
 
     Raises:
-        ConfigError: tells what is wrong with the name or the folder, and what to do.
+        ConfigError: the message says what is wrong with the name or the folder, and the remedy.
     """
     folder = find_folder(path, key="critic.path")
     check_folder(folder)
@@ -89,7 +90,7 @@ def open_critic_model(
                 value = boxes.read(name, shape, (0,) * len(shape), shape)
                 setattr(model.score, name.removeprefix("score."), nn.Parameter(value.float()))
     except (ConfigError, ValueError, KeyError, TypeError):
-        # The library knows older names of its weights, and says what is wrong with a file.
+        # transformers maps older names of its weights, and reports what is wrong with a file.
         boxes, model = None, load_model(folder, dtype=torch.float32, heads=_HEADS)
     body = _body(model)
     if body.config.vocab_size < vocab_size:
@@ -105,17 +106,17 @@ def open_critic_model(
 
 
 def describe_critic(critic: Critic) -> dict[str, Any]:
-    """Return as JSON what `blank_critic` needs: class and configuration of the backbone."""
+    """Return the JSON that `blank_critic` needs: class and configuration of the backbone."""
     raw = json.loads(critic.body.config.to_json_string(use_diff=False))
-    # names that begin so are private to a session of transformers, a local path among them
+    # names with an underscore are private to a session of transformers, e.g. a local path
     config = {name: value for name, value in raw.items() if not name.startswith("_")}
     return {"architecture": type(critic.body).__name__, "config": config}
 
 
 def blank_critic(description: Mapping[str, Any]) -> Critic:
-    """Build a critic whose weights are loaded later; its original source is not read.
+    """Return a critic without weights, which are loaded later; its original source is not read.
 
-    `description` is what `describe_critic` returned. Parameters of its backbone are on the device
+    `description` is the result of `describe_critic`. Parameters of the backbone are on the device
     `meta`, as in `empty_model`.
 
     Raises:
@@ -163,7 +164,7 @@ def _blank_head(width: int) -> nn.Linear:
 
 
 def _reward_head(model: Any, path: str) -> nn.Linear:
-    """Return the head of a reward model, with a bias of 0 where it has none."""
+    """Return the head of a reward model, with a bias of 0 if it has none."""
     score: Any = getattr(model, "score", None)
     if not isinstance(score, nn.Linear) or score.out_features != 1:
         seen = score if score is None else tuple(getattr(score, "weight", Tensor()).shape)

@@ -1,8 +1,8 @@
 """Layout of experts' weights in memory and in a policy folder; this module imports no torch.
 
 transformers keeps all experts of a layer in two tensors, `experts.gate_up_proj` [E, 2F, H] and
-`experts.down_proj` [E, H, F], for E experts of width F on a residual stream of width H. A policy
-folder holds one tensor per expert, under the names that the family was published with.
+`experts.down_proj` [E, H, F], for E experts with intermediate size F and hidden size H. A policy
+folder has one tensor per expert, under the names with which the family was published.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class DiskTensor(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Names of one family for the experts of a layer on disk."""
+    """Names in a policy folder for the experts of a layer, for one family."""
 
     block: str
-    """Name of the block that is `mlp` in memory."""
+    """Name on disk of the block that is `mlp` in memory."""
     gate: str
     up: str
     down: str
@@ -41,7 +41,7 @@ FAMILIES = {
     "deepseek_v3": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
 }
-"""`model_type` of config.json to its names."""
+"""`model_type` of config.json to the names of the family."""
 
 _FUSED = re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"(.+\.)mlp\.gate\.(.+)")
@@ -51,10 +51,10 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Return the routed experts of a layer that a config.json names, 0 for a dense model.
+    """Return the number of routed experts of a layer in a config.json; 0 for a dense model.
 
     Raises:
-        ConfigError: it has no whole number.
+        ConfigError: the number is not a whole number.
 
     Example:
         >>> num_experts({"num_local_experts": 8}), num_experts({})
@@ -69,10 +69,10 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def routing_dtype(config: Mapping[str, Any]) -> str:
-    """Return the smallest integer type that holds the id of every expert, and -1.
+    """Return the name of the smallest integer type for -1 and the id of every expert.
 
     Raises:
-        ConfigError: a dense model, which has no routing.
+        ConfigError: the model is dense and has no routing.
     """
     count = num_experts(config)
     if not count:
@@ -96,9 +96,9 @@ def is_expert(name: str) -> bool:
 
 
 def spread_fault(experts: int, ranks: int, redundant: int) -> str:
-    """Return why experts of a layer cannot be distributed over ranks; "" if they can.
+    """Return why the experts of a layer cannot be distributed over ranks; "" if they can.
 
-    `redundant` is the number of replicas on each rank beside its part.
+    `redundant` is the number of replicas on each rank in addition to its share.
     """
     if not experts:
         return (
@@ -121,7 +121,7 @@ def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_toke
     Args:
         experts: routed experts of a layer, 0 in a dense model.
         ranks: `train.expert_parallel`.
-        tensor_parallel: ranks that share every other matrix.
+        tensor_parallel: ranks that split every other matrix.
         shares_tokens: `train.sequence_parallel`.
     """
     if not experts:
@@ -143,9 +143,9 @@ def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_toke
 
 
 def check_family(names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Refuse experts of an unknown family, which a policy folder has no names for.
+    """Refuse experts of a family whose names in a policy folder are unknown.
 
-    The names are those of tensors in memory or in a folder.
+    `names` are the tensors' names in memory or in a folder.
 
     Raises:
         ConfigError: there are experts of an unknown family.
@@ -161,10 +161,10 @@ def check_family(names: Iterable[str], config: Mapping[str, Any]) -> None:
 def disk_tensors(
     name: str, shape: Sequence[int], config: Mapping[str, Any]
 ) -> Iterator[DiskTensor]:
-    """Yield the tensors of a policy folder that one tensor in memory becomes.
+    """Yield the tensors of a policy folder into which one tensor in memory is split.
 
     Raises:
-        ConfigError: experts of an unknown family.
+        ConfigError: the tensor has experts of an unknown family.
 
     Example:
         >>> moe = {"model_type": "qwen3_moe", "num_experts": 1}
@@ -202,9 +202,9 @@ def disk_tensors(
 def expert_names(
     names: Collection[str], config: Mapping[str, Any]
 ) -> list[list[tuple[str, str, str]]]:
-    """Return gate [F, H], up [F, H] and down [H, F] of each expert of each sparse layer, ascending.
+    """Return the names (gate [F, H], up [F, H], down [H, F]) of each expert of each sparse layer.
 
-    `names` are those of all tensors of a policy folder.
+    `names` are those of all tensors in a policy folder; layers and experts are ascending.
 
     Example:
         >>> moe = {"model_type": "mixtral", "num_local_experts": 1}
@@ -228,7 +228,7 @@ def expert_names(
 
 
 def expert_faults(names: Collection[str], config: Mapping[str, Any]) -> list[str]:
-    """Return the missing and the surplus experts of a policy folder.
+    """Return a message for each missing or surplus expert tensor of a policy folder.
 
     Example:
         >>> moe = {"model_type": "qwen3_moe", "num_experts": 1}
@@ -247,7 +247,7 @@ def expert_faults(names: Collection[str], config: Mapping[str, Any]) -> list[str
 
 
 def on_disk(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors by their names in a policy folder: views of those in memory, not copies."""
+    """Return tensors by their names in a policy folder, as views of the tensors in memory."""
     return {
         part.name: tensor[
             tuple(slice(a, a + n) for a, n in zip(part.start, part.extent, strict=True))

@@ -10,27 +10,28 @@ from planish.base.errors import ConfigError
 from planish.store.sources import SourceFolder
 
 MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors library for the header of a file."""
+"""Largest header in bytes that the safetensors library accepts."""
 MAX_SMALL_BYTES = 64 << 20
-"""Size limit of a file without weights; the tokenizer of a large vocabulary has 20 MB."""
+"""Largest file without weights in bytes; the tokenizer of a large vocabulary has 20 MB."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 MAX_SIZE = 10_000_000
 UNLIMITED = 1 << 20
-"""Context tokens of a model without a limit."""
+"""Context length in tokens that stands for no limit."""
 BY_LENGTH = ("dynamic", "longrope", "su")
-"""Rotary scalings whose table depends on the length in use; `su` is an older name of `longrope`."""
+"""Rotary scalings whose table depends on the present length; `su` is an older name of
+`longrope`."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor to its type, as safetensors writes it, and its shape."""
+"""Map from name of a tensor to its type, as safetensors writes it, and its shape."""
 
 
 def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
     """Return the tensors in the headers of a folder's safetensors files, and the faults.
 
-    A file that is shorter than its header says was cut off.
+    A file that is shorter than its header says is truncated.
 
     Source: the safetensors format: 8 bytes of length, a JSON header, the bytes of the tensors.
     """
@@ -75,12 +76,12 @@ def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
 
 
 def parse_config(text: bytes | None, place: str) -> dict[str, Any]:
-    """Return the object in the config.json of a model.
+    """Return the JSON object in a model's config.json.
 
-    `text` is None if there is no such file; `place` stands in messages.
+    `text` is None if there is no such file; messages contain `place`.
 
     Raises:
-        ConfigError: the file is missing or no JSON object.
+        ConfigError: the file is missing or not a JSON object.
     """
     if text is None:
         raise ConfigError(
@@ -108,9 +109,9 @@ def read_config(folder: SourceFolder) -> dict[str, Any]:
 
 
 def folder_fault(names: Iterable[str], place: str) -> str:
-    """Return why a folder with files of these names is no policy, "" if it may be one.
+    """Return why a folder with files of these names is not a policy; "" if it may be one.
 
-    A folder of adapters is refused: transformers would add them to other weights.
+    A folder of adapters is refused, since transformers would add them to other weights.
     """
     names = set(names)
     if _ADAPTER in names:
@@ -129,7 +130,9 @@ def folder_fault(names: Iterable[str], place: str) -> str:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json with the fields of its language model, if it has several modalities."""
+    """Return a config.json with the keys of its language model on top, if it has several
+    modalities.
+    """
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
 
@@ -137,7 +140,8 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def config_size(
     config: Mapping[str, Any], *keys: str, least: int = 1, default: int | None = None
 ) -> int:
-    """Return the first whole number of a config.json under some keys, or raise ConfigError.
+    """Return the whole number in a config.json under the first of `keys` that it has, or raise
+    ConfigError.
 
     Example:
         >>> config_size({"n_layer": 2}, "num_hidden_layers", "n_layer")
@@ -159,16 +163,16 @@ def vocabulary(config: Mapping[str, Any]) -> int:
 
 
 def dtype_name(config: Mapping[str, Any]) -> str:
-    """Return the dtype that a config.json names, under either of its two keys."""
+    """Return the type of the weights in a config.json, from one of its two possible keys."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def context_tokens(config: Mapping[str, Any]) -> int:
-    """Return the context length up to which a model is the same in engine and trainer.
+    """Return the context length up to which engine and trainer compute the same model.
 
-    Rotary scalings whose table depends on the length give another model beyond their original
-    context: the cache of an engine keeps the old keys of earlier tokens, a trainer computes new
-        keys.
+    A rotary scaling whose table depends on the length gives another model beyond its original
+    context: an engine's cache keeps the old keys of earlier tokens, while a trainer computes new
+    keys.
 
     Example:
         >>> rope = {"type": "longrope", "original_max_position_embeddings": 4096}
@@ -187,7 +191,7 @@ def context_tokens(config: Mapping[str, Any]) -> int:
 
 
 def room_fault(config_tokens: int, prompt_tokens: int, response_tokens: int, setting: str) -> str:
-    """Return why a prompt leaves no room for the longest response, "" if it does.
+    """Return why a prompt leaves too little context for the longest response; "" if it fits.
 
     `config_tokens` is the result of `context_tokens`, or a lower limit of an engine. `setting` is
     the setting of the response length.

@@ -1,7 +1,7 @@
 """Inspection of a pretrained model before a run, without its weights and without torch.
 
-Configuration, tokenizer and the headers of the weights show nearly all faults that would stop a run
-later on a machine with accelerators. The weights themselves are not fetched.
+Configuration, tokenizer and the headers of the weights show nearly all faults that would later stop
+a run on a machine with accelerators. The weights themselves are not downloaded.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SMALL = (".json", ".txt", ".model", ".jinja")
 
 
 def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
-    """Open the configured model and add its facts and faults to `found`.
+    """Open the configured model, and add its facts and faults to `found`.
 
-    It measures the prompts of `found` in tokens.
+    The prompts in `found` are measured in tokens.
 
     Raises:
         StoreUnavailable: the store does not answer.
@@ -95,7 +95,9 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
 def context_faults(
     config: Mapping[str, Mapping[str, Any]], model_config: Mapping[str, Any], prompt_tokens: int
 ) -> list[str]:
-    """Return the stages whose longest response does not fit behind the longest prompt."""
+    """Return a message for each stage whose longest response does not fit after the longest
+    prompt.
+    """
     limit = context_tokens(model_config)
     faults = []
     for stage in ("rollout", "evaluate"):
@@ -108,10 +110,10 @@ def context_faults(
 
 
 def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
-    """Open the tokenizer of a model; only the small files are fetched.
+    """Return the tokenizer of a model; only the small files are downloaded.
 
     Raises:
-        ConfigError: no readable tokenizer, no end token or no chat template.
+        ConfigError: the folder has no readable tokenizer, no end token or no chat template.
     """
     with tempfile.TemporaryDirectory(prefix="planish-model-") as name:
         local = folder.path or Path(name)
@@ -146,7 +148,7 @@ def add_adapter_row(settings: ModelConfig, tensors: Tensors, found: Inspection) 
 
 
 def built_tensors(settings: ModelConfig) -> Tensors:
-    """Return the tensors that a policy built from scratch has in a folder."""
+    """Return the tensors in the folder of a policy that is built from scratch."""
     width, head = settings.hidden_size, settings.head_dim
     shapes = {"model.embed_tokens": (settings.vocab_size, width), "model.norm": (width,)}
     for number in range(settings.num_layers):
@@ -169,9 +171,9 @@ def built_tensors(settings: ModelConfig) -> Tensors:
 
 
 def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> list[int]:
-    """Add the prompt lengths under the model's chat template, and return them in ascending order.
+    """Add the prompt lengths under the model's chat template to `found`; return them, ascending.
 
-    `limit` is `rollout.max_prompt_tokens`, 0 for none.
+    `limit` is `rollout.max_prompt_tokens`; 0 means no limit.
     """
     if not found.prompts:
         return []
@@ -197,10 +199,10 @@ def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> list
 
 
 def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str, str]], Tensors]:
-    """Return rows with the model's kind and size, and its tensors; `found` gets the faults.
+    """Return rows with the model's kind and size, and its tensors; faults go into `found`.
 
     Raises:
-        ConfigError: no config.json, or one that is no JSON object.
+        ConfigError: config.json is missing or not a JSON object.
     """
     found.model_config = raw = read_config(folder)
     tensors, faults = read_headers(folder)

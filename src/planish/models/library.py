@@ -1,4 +1,4 @@
-"""Import of transformers without its unused dependencies."""
+"""Import of transformers without dependencies that no stage uses."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _MATHEMATICS = re.compile(
     r"soft_?cap|multiplier|logits?_scal|scale_attn|query_pre_attn|window|partial_rotary|norm_topk"
     r"|clip_qkv|alibi|sink|qk_(layer_?)?norm|_bias$|parallel_residual|hidden_act|norm_eps"
 )
-"""Names of settings that change what a decoder computes from its tensors."""
+"""Pattern for names of settings that change how a decoder computes from its tensors."""
 UNUSED = ("sklearn", "scipy")
 
 
 def load_transformers() -> Any:
     """Import transformers with the base of all its models.
 
-    If it finds scikit-learn, it imports that with scipy and pandas, for a decoding method that no
-    stage uses; it imports scipy for the loss of object detection. Both take a quarter of the start
-    of every stage, so this function hides them.
+    If scikit-learn is installed, transformers imports it with scipy and pandas, for a decoding
+    method that no stage uses. It imports scipy for the loss of object detection. These imports take
+    a quarter of the start of every stage, so this function hides the packages.
     """
-    # Once loaded, transformers may have found them, and then imports them.
+    # If transformers is loaded already, it may have found the packages and import them later.
     is_first = "transformers" not in sys.modules
     hidden = [name for name in UNUSED if is_first and name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         import transformers
 
-        # Stages that only look at a model have no torch in their image.
+        # Stages that only inspect a model have no torch in their image.
         if transformers.is_torch_available():
             import transformers.generation.utils
             import transformers.modeling_layers
@@ -46,12 +46,13 @@ def load_transformers() -> Any:
 
 
 def unread_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return settings of a config.json that change the mathematics and that transformers ignores.
+    """Return the settings of a config.json that change the computation but that transformers
+    ignores.
 
-    A setting is ignored if no line of the family's code names it, whether or not its class of
-    settings knows the name. The default of that class changes nothing; neither does a setting that
-    the class does not know and that is off, or a factor of 1. Other engines may read the settings,
-    so that engine and trainer would compute two models.
+    Other engines may read such a setting; engine and trainer would then compute two different
+    models. A setting is ignored if no line of the family's code reads its name, even if the
+    family's configuration class has it. These settings do not count: a value that is the class's
+    default, and, for a name that the class lacks, a false value or a factor of 1.
     """
     root = Path(load_transformers().__file__).parent
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -76,11 +77,11 @@ def unread_settings(config: Mapping[str, Any]) -> list[str]:
 
 
 def _names_in(file: Path) -> set[str]:
-    """Return names of attributes that a module reads, and of settings in calls and imports."""
+    """Return the names of attributes that a module reads, and of settings in calls and imports."""
     found, kept = set(), set()
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-            # `self.x = config.x` alone uses nothing.
+            # An assignment `self.x = config.x` alone does not use the setting.
             is_kept = ast.unparse(node.targets[0]) == f"self.{node.value.attr}"
             kept |= {node.value} if is_kept else set()
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node not in kept:
@@ -88,7 +89,7 @@ def _names_in(file: Path) -> set[str]:
         elif isinstance(node, ast.Call):
             found |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
         elif isinstance(node, ast.ImportFrom) and "_sliding_window_" in ast.unparse(node):
-            # Masks with windows are made by a function that all families share.
+            # All families share the function that makes masks with sliding windows.
             found.add("sliding_window")
     return found
 

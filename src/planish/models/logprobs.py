@@ -1,10 +1,12 @@
-"""Log-probabilities, entropies and values of given tokens: the only place that shifts columns.
+"""Log-probabilities, entropies and values of given tokens: the only module that shifts columns.
 
-The hidden state before a token gives the distribution that the token was sampled from, and the
-value of the state. Nothing here samples, or knows a mask beside the selection in its arguments.
+The hidden state before a token gives the distribution from which the token was sampled, and the
+value of the state. This module samples nothing, and knows no mask except the selection in its
+arguments.
 
 Source: entropy of the full distribution and float32 numerics as in DAPO, arXiv 2503.14476; values
-of the state before each action as in generalised advantage estimation, arXiv 1506.02438, section 2.
+of the state before each action as in generalised advantage estimation, arXiv 1506.02438, section
+2.
 """
 
 from __future__ import annotations
@@ -21,29 +23,29 @@ from planish.models.packing import Packing, cap_attention
 from planish.models.policy import DTYPES
 
 TOKENS_PER_CHUNK = 1024
-"""Selected tokens whose logits exist in memory at once."""
+"""Number of selected tokens whose logits are in memory at once."""
 
 
 class VocabularyPart(Protocol):
-    """The part of the vocabulary that this process scores, and the reductions over all parts."""
+    """The part of the vocabulary that this process scores, and reductions over all parts."""
 
     first: int
-    """Id of the first token."""
+    """Id of the first token of this part."""
     size: int
-    """Number of tokens; later columns of the scores belong to no token."""
+    """Number of tokens of this part; further columns of the scores belong to no token."""
 
     def share(self, hidden: Tensor) -> Tensor:
-        """Return hidden states whose gradient is the sum over all parts."""
+        """Return the hidden states; their gradient becomes the sum over all parts."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up over all parts, without a gradient."""
+        """Return the sum over all parts, without a gradient."""
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Take the largest value of each element over all parts, without a gradient."""
+        """Return the elementwise maximum over all parts, without a gradient."""
 
 
 class WholeVocabulary:
-    """All tokens in one part."""
+    """A vocabulary in one part."""
 
     first = 0
 
@@ -68,8 +70,9 @@ def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select:
         body: decoder of transformers without its head (untyped, hence Any).
         input_ids: [B, S] int64, padded on the right; padding needs no attention mask since
             attention is causal.
-        packing: computes rows end to end, without their padding. The body's attention was changed
-            by `packing.pack_attention`, or takes `packing` itself. None computes all columns.
+        packing: computes rows end to end, without their padding. The body's attention must have
+            been changed by `packing.pack_attention`, or must accept `packing` itself. None
+            computes all columns.
         select: [B, S] bool; column 0 has no token before it and must be False.
 
     Returns:
@@ -90,14 +93,14 @@ def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select:
 
 
 def targets_here(input_ids: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
-    """Return the tokens of `input_ids` whose previous states `hidden_before` returns, [K] int64."""
+    """Return [K] int64, the tokens whose previous states `hidden_before` returns."""
     if packing is None or packing.context is None:
         return input_ids[select]
     return packing.take(input_ids.roll(-1, 1))[packing.take(select.roll(-1, 1))]
 
 
 def joined(values: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
-    """Return the [K] values of all selected tokens from those of `targets_here`."""
+    """Return the [K] values of all selected tokens, from those for `targets_here`."""
     if packing is None or packing.context is None:
         return values
     before = select.roll(-1, 1)
@@ -107,10 +110,10 @@ def joined(values: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
 
 
 class TokenScorer(nn.Module):
-    """A causal language model that returns log-probabilities instead of logits.
+    """A causal language model that returns log-probabilities in place of logits.
 
-    Its forward does the whole computation, so that it can be the root of a sharded module tree.
-    The LM head runs on the selected positions only, `tokens_per_chunk` of them at a time.
+    Its `forward` does the whole computation, so the module can be the root of a sharded module
+    tree. The LM head runs only on the selected positions, `tokens_per_chunk` of them at a time.
     """
 
     def __init__(
@@ -120,11 +123,11 @@ class TokenScorer(nn.Module):
         tokens_per_chunk: int = TOKENS_PER_CHUNK,
         vocabulary: VocabularyPart | None = None,
     ) -> None:
-        """Wrap a causal LM of transformers (untyped, hence Any); parameters are shared.
+        """Wrap a causal language model of transformers (untyped, hence Any); parameters are shared.
 
         Args:
-            model: its LM head gives the scores of `vocabulary`.
-            tokens_per_chunk: selected tokens whose scores exist at once.
+            model: model whose LM head gives the scores of `vocabulary`.
+            tokens_per_chunk: number of selected tokens whose scores are in memory at once.
             vocabulary: part of the tokens that this process scores; None is all of them.
         """
         super().__init__()
@@ -147,7 +150,7 @@ class TokenScorer(nn.Module):
             input_ids: [B, S] int64, as for `hidden_before`.
             packing: as for `hidden_before`.
             select: [B, S] bool; column `t` selects the token `input_ids[:, t]`.
-            temperature: of the distribution that is scored, > 0.
+            temperature: temperature of the distribution that is scored, > 0.
             with_entropy: False returns zeros as entropies and saves their time.
 
         Returns:
@@ -176,20 +179,20 @@ class TokenScorer(nn.Module):
 
 
 def head_dtype(config: Any) -> torch.dtype:
-    """Return the type in which trainers compute the LM head of a model of this configuration."""
+    """Return the type in which trainers compute the LM head for a model configuration."""
     return DTYPES[getattr(config, "head_dtype", "float32")]
 
 
 @dataclass(frozen=True)
 class Head:
-    """Settings of the step from hidden states to log-probabilities, beside the head's weights."""
+    """Settings of the step from hidden states to log-probabilities, without the head's weights."""
 
     config: Any
-    """Configuration of the model, with its family's scaling of logits."""
+    """Configuration of the model; a family may scale its logits."""
     temperature: float
     vocabulary: VocabularyPart
     chunk: int
-    """Tokens whose scores exist at once."""
+    """Number of tokens whose scores are in memory at once."""
     with_entropy: bool
 
     def scores(self, products: Tensor) -> Tensor:
@@ -203,7 +206,9 @@ class Head:
         return scores
 
     def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of targets, [K] int64, and which of them are in this part."""
+        """Return the columns of target tokens, [K] int64, and [K] bool, True for targets in this
+        part.
+        """
         places = targets - self.vocabulary.first
         is_here = (places >= 0) & (places < self.vocabulary.size)
         return places.where(is_here, 0), is_here
@@ -213,7 +218,8 @@ class Head:
 
         Returns:
             [4, k] float32: log-probabilities, entropies, the largest score, and the logarithm of
-            the sum of all exponentials below it.
+            the
+            sum of exp(score - largest score).
         """
         part, scores = self.vocabulary, self.scores(products)
         top = part.max(scores.amax(-1, keepdim=True))
@@ -225,7 +231,7 @@ class Head:
         chosen = part.sum(logprobs.gather(-1, places[:, None]).where(is_here[:, None], 0.0))
         entropy = torch.zeros_like(chosen)
         if self.with_entropy:
-            # p * log p is 0, not NaN, where a token is masked out with a score of -inf.
+            # p * log p must be 0, not NaN, for a token with a score of -inf.
             finite = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
             entropy = part.sum(-shares.mul_(finite).sum(-1, keepdim=True)) / total
         return torch.cat([chosen, entropy, top, norm], 1).mT
@@ -233,9 +239,9 @@ class Head:
     def slopes(
         self, products: Tensor, targets: Tensor, top: Tensor, norm: Tensor, gradient: Tensor
     ) -> Tensor:
-        """Return the gradient of [k, part] products from those of [k] log-probabilities.
+        """Return the gradient of [k, part] products, given that of [k] log-probabilities.
 
-        With respect to the scores it is a one-hot vector less the softmax.
+        The gradient with respect to the scores is a one-hot vector minus the softmax.
         """
         with torch.enable_grad():
             scores = self.scores(products.requires_grad_())
@@ -248,7 +254,7 @@ class Head:
 
 
 class _Scores(torch.autograd.Function):
-    """Log-probabilities and entropies, chunk by chunk; the backward pass computes scores again.
+    """Log-probabilities and entropies, chunk by chunk; the backward pass computes the scores again.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3 (cross-entropy over parts of a vocabulary).
     """
@@ -288,7 +294,7 @@ class _Scores(torch.autograd.Function):
                     _add_product(of_weight, slopes.mT, hidden[rows])
                 if of_bias is not None:
                     of_bias += slopes.sum(0)
-                # The next chunk needs their room.
+                # The next chunk needs this memory.
                 del products, slopes
         return (
             None,
@@ -299,7 +305,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a float32 matrix, without another one of its size in float32."""
+    """Add a matrix product to a float32 matrix, without a second float32 matrix of its size."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -307,7 +313,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class ValueScorer(nn.Module):
-    """A critic that returns the values of selected tokens; its forward computes everything."""
+    """A critic that returns the values of selected tokens; its `forward` does the whole
+    computation.
+    """
 
     def __init__(self, critic: Any) -> None:
         """Wrap a `planish.models.critic.Critic`; parameters are shared."""
@@ -327,7 +335,7 @@ class ValueScorer(nn.Module):
             [K] float32 of the K selected tokens in row-major order.
         """
         hidden = hidden_before(self.critic.body, input_ids, packing, select)
-        # Values are subtracted from each other: half precision would drown small advantages.
+        # Values are subtracted from each other, and half precision would hide small advantages.
         with torch.autocast(hidden.device.type, enabled=False):
             scores: Tensor = self.critic.head(hidden.float())
         return joined(scores.squeeze(-1), packing, select)

@@ -1,6 +1,6 @@
-"""Low-rank adapters in a model of transformers: adding, naming and merging.
+"""Low-rank adapters in a model of transformers: add, name and merge them.
 
-The layers are peft's; callers decide what is trained, saved and exported.
+The layers are those of peft. Callers decide what is trained, saved and exported.
 
 Source: LoRA, arXiv 2106.09685, section 4.1.
 """
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from planish.models.adapters import SCALE, Adapters, find_layers, is_adapter
 
 _NAME = "default"
-"""peft's name for the only adapter of a layer."""
+"""Name that peft gives to the only adapter of a layer."""
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -> None:
-    """Add adapters to a model, in place; its outputs stay the same.
+    """Add adapters to a model, in place; its outputs do not change.
 
-    Afterwards only adapters need gradients. A is random, B is 0.
+    Afterwards only adapters require gradients. A is random, B is 0.
 
-    The model is on the CPU, except weights on `meta`, which stay there. `seed` is that of A and
-    equal on all ranks; the global random state is not changed.
+    The model is on the CPU, except weights on `meta`, which stay there. `seed` is the seed of A and
+    must be equal on all ranks; the global random state is not changed.
 
     Raises:
         ConfigError: the model has no such layer.
@@ -44,7 +44,8 @@ def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -
         r=adapters.rank, lora_alpha=adapters.alpha, target_modules=sorted(layers), lora_dropout=0.0
     )
     stream = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)
-    # peft draws adapters where their weight is; one number stands for all of a weight on `meta`.
+    # peft initialises adapters on the device of their weight; for a weight on `meta` a tensor of
+    # one number replaces it meanwhile.
     blank = [
         (module, name, parameter)
         for module in model.modules()
@@ -64,7 +65,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter as checkpoints and policies have it, without peft's wrappers.
+    """Return the name of a parameter in checkpoints and policies, without peft's wrappers.
 
     Example:
         >>> plain_name("layers.0.q_proj.base_layer.weight")
@@ -76,7 +77,7 @@ def plain_name(name: str) -> str:
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model by their plain names, adapters added to the weights.
+    """Return the tensors of a model by their plain names, with adapters added to the weights.
 
     Weights without adapters are not copied.
     """

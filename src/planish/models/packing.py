@@ -1,9 +1,9 @@
-"""Rows of a batch laid end to end, without padding, and attention that never crosses rows.
+"""Packing of a batch: rows end to end, without padding, with attention only within each row.
 
-A decoder computes everything but attention token by token, so it takes one long row. Attention
-takes each row alone: by a kernel for rows of any length on accelerators, and in groups of rows of
-similar length elsewhere. `attend` alone chooses between the two. There, ranks that share the tokens
-exchange them for a part of the heads.
+A decoder computes everything except attention token by token, so it can take one long row.
+Attention is computed for each row alone: on accelerators by a kernel for rows of any length,
+elsewhere in groups of rows of similar length. `attend` chooses the kernel or the groups. In
+`attend`, ranks that share the tokens also exchange tokens for heads.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch.nn import functional
 from planish.models.shapes import CAP, PACKED_FAMILIES, has_windows
 
 GROUP_SPREAD = 0.8
-"""Rows of a group have at least this share of the longest row's length."""
+"""Smallest length of a row in a group, as a share of the longest row's length."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Ranks that have the same rows, each with an equal part of their tokens.
+    """Context parallelism: ranks with the same rows, each with an equal part of the tokens.
 
-    Before attention each rank exchanges heads for tokens: it gets its heads of all tokens. After
-    attention the ranks exchange back.
+    Before attention the ranks exchange tokens for heads, so each rank has its heads of all tokens.
+    After attention they exchange back.
 
     Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
     """
 
     group: Any
-    """Process group."""
+    """Process group of the ranks."""
     rank: int
     """Rank of this process in the group."""
     size: int
 
     def part(self, per_token: Tensor, fill: int = 0) -> Tensor:
-        """Return this rank's part of [T, ...]; `fill` pads behind the last token."""
+        """Return this rank's part of [T, ...]; `fill` pads after the last token."""
         missing = -len(per_token) % self.size
         blank = per_token.new_full((missing, *per_token.shape[1:]), fill)
         return torch.cat([per_token, blank]).chunk(self.size)[self.rank]
@@ -50,7 +50,8 @@ class Context:
         """Return this rank's heads of all tokens, [T, heads of a rank, head size].
 
         Args:
-            own: [tokens of a rank, heads, head size]; fewer heads than ranks are repeated.
+            own: [tokens of a rank, heads, head size]; if there are fewer heads than ranks, heads
+                are repeated.
             num_tokens: T.
         """
         if own.shape[1] < self.size:
@@ -59,7 +60,7 @@ class Context:
         return _trade(parts, self.group).flatten(0, 1)[:num_tokens]
 
     def to_tokens(self, heads: Tensor) -> Tensor:
-        """Return all heads of this rank's tokens: the way back of `to_heads`."""
+        """Return all heads of this rank's tokens; the inverse of `to_heads`."""
         missing = heads.new_zeros((-len(heads) % self.size, *heads.shape[1:]))
         parts = torch.cat([heads, missing]).view(self.size, -1, *heads.shape[1:])
         return _trade(parts, self.group).transpose(0, 1).flatten(1, 2)
@@ -67,7 +68,7 @@ class Context:
     def join(self, own: Tensor) -> Tensor:
         """Concatenate the parts [t] of all ranks.
 
-        Every rank has the gradient of the whole, and takes that of its own part.
+        Every rank computes the gradient of the whole, and keeps that of its own part.
         """
         every = own.new_empty(self.size * len(own))
         dist.all_gather_into_tensor(every, own.detach(), group=self.group)
@@ -77,7 +78,7 @@ class Context:
 
 
 def _trade(parts: Tensor, group: Any) -> Tensor:
-    """Give part `i` of [ranks, ...] to rank `i` of a group; return what all have given."""
+    """Send part `i` of [ranks, ...] to rank `i` of a group; return the received parts."""
     apply: Any = _Trade.apply  # untyped in torch
     traded: Tensor = apply(parts, group)
     return traded
@@ -99,9 +100,9 @@ class _Trade(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Packing:
-    """Places of a padded batch's tokens when its rows are laid end to end.
+    """Places of a padded batch's tokens when its rows are packed end to end.
 
-    The last token of a row is left out, because the state behind it is not needed.
+    The last token of a row is left out, because the state after it is not needed.
 
     Example:
         >>> packing = pack_rows(np.array([3, 2]), num_columns=4)
@@ -116,9 +117,9 @@ class Packing:
     bounds: Tensor
     """[B + 1] int32, the start of each row and the end of the last row."""
     longest: int
-    """Tokens of the longest row."""
+    """Number of tokens of the longest row."""
     groups: tuple[tuple[int, int], ...]
-    """Rows and columns of each group of rows of similar length."""
+    """(rows, columns) of each group of rows of similar length."""
     slots: Tensor
     """[T] int64, the place of each token in the concatenation of all flattened groups."""
     context: Context | None = None
@@ -146,7 +147,7 @@ def pack_rows(
     Args:
         lengths: [B] int64, columns up to the last token whose score is needed, at least 2.
         num_columns: S of the padded batch.
-        context: ranks that share the tokens; None: this rank alone.
+        context: ranks that share the tokens; None: this rank has all tokens.
     """
     counts = lengths - 1
     columns = np.concatenate([np.arange(count) for count in counts])
@@ -175,17 +176,17 @@ def pack_rows(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None = None
 ) -> Tensor:
-    """Causal attention within each row.
+    """Return causal attention within each row.
 
     Args:
         query: [T, heads, head size]; with a context only this rank's tokens.
-        key: like `query`, with one head for each group of heads.
-        value: as `key`.
-        packing: of the T tokens.
-        scale: of the products; None is 1 over the root of the head size.
+        key: like `query`, with one head for each group of query heads.
+        value: like `key`.
+        packing: packing of the T tokens.
+        scale: factor of the products; None is 1 over the root of the head size.
 
     Returns:
-        As `query`.
+        Like `query`.
     """
     parts = (query, key, value)
     if packing.context is not None:
@@ -224,8 +225,8 @@ def attend(
 def cap_attention(model: Any) -> None:
     """Switch a model with capped attention scores to transformers' eager attention.
 
-    Kernels of torch have no cap, but transformers would use them. The eager attention keeps the
-    scores of all pairs of tokens in memory.
+    Kernels of torch do not support a cap, but transformers would use them. Eager attention keeps
+    the scores of all pairs of tokens in memory.
 
     Source: Gemma 2, arXiv 2408.00118, section 2 (logit soft-capping).
     """
@@ -234,18 +235,20 @@ def cap_attention(model: Any) -> None:
 
 
 def pack_attention(body: Any) -> bool:
-    """Change the attention of a transformers decoder to take packed rows; False if it cannot.
+    """Change the attention of a transformers decoder to accept packed rows; return False if that is
+    impossible.
 
-    From then on the decoder must be given a `packing` with every call.
-
-    The decoder comes without its head, and is sharded later.
+    From then on every call of the decoder must have a `packing`. The decoder has no LM head yet,
+    and is sharded later.
     """
 
     def attend_to_rows(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *,
         packing: Packing, scaling: float, **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Meet the attention interface of transformers: [1, heads, T, head size] to [1, T, ...]."""
+        """Adapt `attend` to transformers' attention interface: [1, heads, T, head size] to [1, T,
+        ...].
+        """
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         return attend(q, k, v, packing, scaling)[None], None
 

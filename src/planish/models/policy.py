@@ -1,7 +1,7 @@
-"""Policies: a causal language model, its tokenizer and its version, as Hugging Face folders.
+"""Policies: a causal language model with tokenizer and version, as Hugging Face folders.
 
-A saved policy is a folder that `AutoModelForCausalLM.from_pretrained` opens, with a manifest
-written last. Weights are safetensors only; no model brings its own code.
+A saved policy is a folder that `AutoModelForCausalLM.from_pretrained` opens, with a manifest that
+is written last. Weights are safetensors only; a model with its own code is refused.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Names of weight types in file headers."""
+"""Map from type in a file header to the torch type."""
 _tokenizers: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
-"""The tokenizer of the last policy, by its files."""
+"""The tokenizer of the last policy, by names and digests of its files."""
 
 
 @dataclass
@@ -54,18 +54,18 @@ class Policy:
     """A policy in memory."""
 
     model: Any
-    """Causal LM of transformers (untyped, hence Any) in evaluation mode."""
+    """Causal language model of transformers (untyped, hence Any) in evaluation mode."""
     tokenizer: Tokenizer
     version: int = 0
-    """`policy_version`: the iteration after which it was exported, 0 before the first."""
+    """`policy_version`: the iteration after which the policy was exported, 0 before the first."""
     folder: Path | None = None
-    """Folder that it was read from; None if it was built in memory."""
+    """Folder from which the policy was read; None if it was built in memory."""
 
 
 def build_policy(config: ModelConfig, seed: int) -> Policy:
-    """Build an untrained Qwen3 or Qwen3-MoE policy; the same seed gives the same weights.
+    """Build an untrained Qwen3 or Qwen3-MoE policy; equal seeds give equal weights.
 
-    The global random state is left as it was.
+    The global random state is not changed.
     """
     transformers = load_transformers()
 
@@ -104,9 +104,10 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
 
 
 def name_head_dtype(config: Any, wanted: ModelConfig) -> None:
-    """Write the type of the LM head into a configuration of transformers, if it is set.
+    """Write the type of the LM head into a configuration of transformers, unless everything is
+    float32.
 
-    Without it trainers compute the head in float32, and engines in the model's type.
+    Without this entry trainers compute the head in float32, and engines in the model's type.
     """
     if (wanted.dtype, wanted.head_dtype) != ("float32", "float32") or hasattr(config, "head_dtype"):
         config.head_dtype = wanted.head_dtype
@@ -118,17 +119,17 @@ class TypedHead(nn.Linear):
     dtype: torch.dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the scores of [..., H] hidden states in that type."""
+        """Return the scores of [..., H] hidden states in the head's type."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return functional.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
 
 def _type_head(model: Any) -> None:
-    """Let the LM head compute in the type that its configuration names, where it names one."""
+    """Let the LM head compute in the type that its configuration names, if it names one."""
     dtype = DTYPES.get(str(getattr(model.config, "head_dtype", "")))
     head = model.get_output_embeddings()
     if dtype is not None and type(head) is nn.Linear:
-        # Unlike a hook, a class goes along with copies of the model.
+        # A class, other than a hook, is kept in copies of the model.
         head.__class__ = TypedHead
         typed: Any = head
         typed.dtype = dtype
@@ -137,12 +138,12 @@ def _type_head(model: Any) -> None:
 def load_policy(
     pin: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Policy:
-    """Load a saved policy and check every file of it against its manifest.
+    """Load a saved policy, and check all of its files against its manifest.
 
     `dtype` is the type of the weights in memory; None takes the saved type.
 
     Raises:
-        RecordError: damaged, or not a policy.
+        RecordError: the folder is damaged, or not a policy.
         ObjectMissing: there is no policy.
     """
     folder, version = _fetch(pin)
@@ -155,7 +156,7 @@ def frame_policy(pin: str, *, with_weights: bool) -> Policy:
 
     Args:
         pin: as for `load_policy`; errors are the same.
-        with_weights: also fetch and check the weight files; else none of them is read.
+        with_weights: also fetch and check the weight files; otherwise none of them is read.
     """
     folder, version = _fetch(pin, "" if with_weights else ".safetensors")
     return Policy(empty_model(folder), load_tokenizer(folder), version, folder)
@@ -164,8 +165,8 @@ def frame_policy(pin: str, *, with_weights: bool) -> Policy:
 def policy_tokenizer(pin: str) -> Tokenizer:
     """Open the tokenizer of a saved policy without its weights; errors are those of `load_policy`.
 
-    A later policy with the same files gets the same tokenizer, because each tokenizer keeps a cache
-    of words in memory as long as its thread lives (`BPE` of tokenizers 0.23).
+    A later policy with the same files gets the same tokenizer. Each new tokenizer would keep a
+    cache of words in memory as long as its thread lives (`BPE` of tokenizers 0.23).
     """
     uri, digest = parse_pin(pin)
     shards = read_manifest(uri, sha256=digest).shards
@@ -179,7 +180,7 @@ def policy_tokenizer(pin: str) -> Tokenizer:
 
 
 def _fetch(pin: str, without: str = "") -> tuple[Path, int]:
-    """Return the local folder of a policy and its version; `without` as `fetch_files` has it."""
+    """Return the local folder of a policy and its version; `without` as in `fetch_files`."""
     uri, digest = parse_pin(pin)
     folder = fetch_files(uri, sha256=digest, schema=SCHEMA, without=without)
     version = read_manifest(uri, sha256=digest).attributes.get("policy_version")
@@ -196,12 +197,11 @@ def load_model(
 ) -> Any:
     """Load the model of a checked local folder, in evaluation mode.
 
-    Only the class that config.json names is imported: the automatic classes cost seconds more.
-
-    `dtype` is as for `load_policy`, `heads` as for `model_class`.
+    Only the class that config.json names is imported, since transformers' automatic classes take
+    seconds longer. `dtype` is as for `load_policy`, `heads` as for `model_class`.
 
     Raises:
-        ConfigError: unreadable config.json, unknown architecture, or weights that do not fit.
+        ConfigError: config.json is unreadable, the architecture is unknown, or weights do not fit.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -217,7 +217,7 @@ def load_model(
             local_files_only=True,
         )
     except Exception as error:
-        # What a strange configuration breaks inside of transformers can raise anything.
+        # A strange configuration can make transformers raise any exception.
         raise ConfigError(
             "a model folder must hold a model that this version of transformers opens, got "
             f"{str(folder)!r} ({type(error).__name__}: {str(error)[:300]}); check its config.json "
@@ -225,7 +225,7 @@ def load_model(
         ) from None
     absent = sorted(str(key) for key in report["missing_keys"])
     if absent:
-        # transformers would fill them with noise and only warn.
+        # transformers would initialise missing weights at random and only warn.
         raise ConfigError(
             f"the weights of a model must be complete, got none for {absent[:4]} ({len(absent)} "
             f"tensors) in {str(folder)!r}; download or export it again"
@@ -259,7 +259,7 @@ def empty_model(folder: Path, heads: Sequence[str] = ("ForCausalLM",)) -> Any:
 
 
 class _Blank(threading.local):
-    """Whether this thread builds modules without weights."""
+    """Flag of each thread: True while it builds modules without weights."""
 
     is_on = False
 
@@ -275,16 +275,18 @@ def _without_storage(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Pa
 
 @functools.cache
 def _install_hook() -> None:
-    """Install the hook once; it stays, since torch fails where one goes while a thread builds."""
-    # The hook may return another parameter, which its type does not say.
+    """Install the hook once. It is never removed, since torch fails if a hook is removed while
+    another thread builds a module.
+    """
+    # The hook may return another parameter, which its declared type does not allow.
     register_module_parameter_registration_hook(_without_storage)  # type: ignore[arg-type]
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Put the parameters of every module that this thread builds on the device `meta`.
+    """Put the parameters of every module that this thread builds in the block on the device `meta`.
 
-    Modules keep the buffers that they compute, as under `include_buffers=False` of accelerate.
+    Modules keep the buffers that they compute, as with accelerate's `include_buffers=False`.
     """
     _install_hook()
     _blank.is_on = True
@@ -299,16 +301,16 @@ class _Entry(NamedTuple):
 
     path: Path
     begin: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     dtype: str
     shape: Sizes
 
 
 class FolderBoxes:
-    """Weights of a transformers model from `*.safetensors` files, by their names in memory.
+    """Weights of a transformers model in `*.safetensors` files, by their names in memory.
 
-    A file is read and never mapped, so a process has only the requested box in memory. So every
-    rank of a host can open its part of a model that would not fit into the host once per rank.
+    A file is read and never mapped, so a process has only the requested box in memory. Every rank
+    of a host can therefore open its part of a model that would not fit into the host once per rank.
 
     Source: the safetensors format: 8 bytes of length, a JSON header, the bytes of the tensors.
     """
@@ -316,8 +318,8 @@ class FolderBoxes:
     def __init__(self, folder: Path, body: tuple[str, str] = ("", "")) -> None:
         """Read the headers of complete files.
 
-        `body` is the prefix of a decoder's names in memory and in the files; that of a critic
-        differs.
+        `body` is the prefix of a decoder's names in memory and its prefix in the files; the two
+        differ for a critic.
         """
         self._folder, self.body = folder, body
         self._config = read_model_config(folder)
@@ -332,7 +334,7 @@ class FolderBoxes:
                 self._entries[name] = _Entry(path, begin, entry["dtype"], tuple(entry["shape"]))
 
     def check(self, shapes: Mapping[str, Sizes]) -> None:
-        """Refuse a folder that lacks weights, or has them in other shapes or types.
+        """Refuse a folder that lacks weights, or has weights in other shapes or types.
 
         Args:
             shapes: name in memory to the shape of the whole weight.
@@ -364,10 +366,10 @@ class FolderBoxes:
         """Return a box of a weight, in the type of the files.
 
         Args:
-            name: in memory.
-            shape: of the whole weight.
+            name: name in memory.
+            shape: shape of the whole weight.
             start: first index of the box along each dimension.
-            extent: lengths of the box; it must not be empty.
+            extent: size of the box along each dimension; it must not be empty.
         """
         found = None
         for part in disk_tensors(self._on_disk(name), shape, self._config):
@@ -379,7 +381,7 @@ class FolderBoxes:
             lengths = tuple(end - begin for begin, end in zip(first, ends, strict=True))
             if min(lengths, default=1) <= 0:
                 continue
-            # An expert of its own lacks the first dimension.
+            # The tensor of a single expert lacks the first dimension.
             index = tuple(
                 slice(a - b, a - b + n) for a, b, n in zip(first, part.start, lengths, strict=True)
             )[len(shape) - len(part.shape) :]
@@ -393,7 +395,7 @@ class FolderBoxes:
         return found
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Return a box of a tensor of a file; rows are read whole."""
+        """Return a box of a tensor of a file; the read covers whole rows."""
         path, begin, dtype, shape = self._entries[name]
         rows = index[0] if index else slice(0, 1)
         tensor = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=_DTYPES[dtype])
@@ -415,7 +417,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a model folder.
 
     Raises:
-        ConfigError: missing, or not a JSON object.
+        ConfigError: the file is missing, or not a JSON object.
     """
     path = folder / "config.json"
     return parse_config(path.read_bytes() if path.is_file() else None, str(folder))
@@ -459,7 +461,7 @@ def save_policy(
         dtype = dtype_name(config)
         tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
         weights = {
-            # The writer refuses a part of a larger storage, which one expert of many is.
+            # safetensors refuses a view of a larger storage, such as one expert of many.
             key: tensor.detach()
             .to(
                 "cpu", getattr(torch, dtype), copy=tensor.nbytes < tensor.untyped_storage().nbytes()

@@ -1,6 +1,6 @@
-"""Open a pretrained policy by folder or address: safetensors only, no code from the model.
+"""Opens a pretrained policy by folder or address: safetensors only, no code from the model.
 
-Nothing but configuration, tokenizer and safetensors files is downloaded, and no pickle is loaded.
+Only configuration, tokenizer and safetensors files are downloaded, and no pickle is loaded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from planish.models.tokens import load_tokenizer
 from planish.store.sources import fetch_folder, parse_source
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""Patterns of files to fetch: everything that a model without pickles and code needs."""
+"""Patterns of the files to fetch: all that a model without pickles and code needs."""
 
 
 def load_pretrained(settings: ModelConfig) -> Policy:
-    """Load the causal language model at `settings.path`, and its tokenizer by `load_tokenizer`.
+    """Load the causal language model at `settings.path`, and its tokenizer with `load_tokenizer`.
 
     Raises:
-        ConfigError: tells what is wrong with the name or the folder, and what to do.
+        ConfigError: the message says what is wrong with the name or the folder, and the remedy.
     """
     folder = find_folder(settings.path, revision=settings.revision)
     check_folder(folder)
@@ -30,12 +30,12 @@ def load_pretrained(settings: ModelConfig) -> Policy:
 
 
 def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -> Path:
-    """Return the local folder of a pretrained model, fetching it from where it lies.
+    """Return the local folder of a pretrained model; download it if it is elsewhere.
 
-    `revision` counts if `path` names none; `key` is the setting of `path`, for messages.
+    `revision` applies if `path` names none; `key` is the setting of `path`, for messages.
 
     Raises:
-        ConfigError: not a usable address, no such folder, or the hub refuses it.
+        ConfigError: the address is not usable, there is no such folder, or the hub refuses it.
     """
     return fetch_folder(
         parse_source(path, key=key), key=key, patterns=MODEL_FILES, revision=revision
@@ -43,10 +43,10 @@ def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder without configuration or without safetensors weights, and one of adapters.
+    """Refuse a folder without configuration or safetensors weights, and a folder of adapters.
 
     Raises:
-        ConfigError: names the missing files, or the pickled weights in their place.
+        ConfigError: the message names the missing files, or the pickled weights in their place.
     """
     read_model_config(folder)
     fault = folder_fault((path.name for path in folder.iterdir()), str(folder))

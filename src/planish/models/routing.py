@@ -1,11 +1,11 @@
 """Experts of each token in training: replay of the rollout's choices, or a count of differences.
 
-A router that scores two experts nearly alike chooses another one in the trainer than in the engine,
-whose kernels add in another order or precision, and the token then has another distribution. With
-replay the experts are the recorded ones. Only their weights come from the current scores of the
-router, so that the router keeps its gradient.
+A router that scores two experts nearly alike may choose one in the engine and the other in the
+trainer, since their kernels add in another order or precision. The log-probabilities of the token
+then differ. With replay the trainer uses the recorded experts. Only their weights come from the
+current scores of the router, so the router keeps its gradient.
 
-This module knows the routers of transformers; other routers call `RoutingReplay.choose`.
+This module supports the routers of transformers; other routers call `RoutingReplay.choose`.
 
 Source: Rollout Routing Replay, arXiv 2510.11370.
 """
@@ -27,8 +27,9 @@ ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
     "MixtralTopKRouter": partial(torch.softmax, dim=-1, dtype=torch.float32),
     "DeepseekV3TopkRouter": torch.sigmoid,
 }
-"""Router class of transformers to its function of the logits [tokens, experts]. Each returns the
-logits, and the weights and ids of the chosen experts, [tokens, experts per token] each."""
+"""Map from router class of transformers to its function of the logits [tokens, experts]. A router
+returns the logits, and the weights and ids of the chosen experts, [tokens, experts per token]
+each."""
 
 
 class RoutingReplay:
@@ -45,19 +46,19 @@ class RoutingReplay:
     """
 
     def __init__(self, num_layers: int, num_experts: int, *, forces: bool) -> None:
-        """Take the sizes of a model.
+        """Set the sizes of the model.
 
         Args:
-            num_layers: layers with experts, on all ranks.
-            num_experts: experts of one layer.
-            forces: recorded choices replace those of the routers; else they are only compared.
+            num_layers: number of layers with experts, on all ranks.
+            num_experts: number of experts of one layer.
+            forces: recorded choices replace those of the routers; otherwise they are only compared.
         """
         self._sizes = (num_layers, num_experts)
         self._forces = forces
         self._recorded: Tensor | None = None
         self.counts = torch.zeros(2, dtype=torch.int64)
-        """Recorded choices that a router would not have made, and all of them, in forward passes
-        without gradients."""
+        """[2]: recorded choices that a router would not have made, and all recorded choices, in
+        forward passes without gradients."""
 
     def check(self, recorded: Tensor) -> None:
         """Refuse choices of another model.
@@ -78,11 +79,11 @@ class RoutingReplay:
 
     @contextmanager
     def using(self, recorded: Tensor | None) -> Iterator[None]:
-        """Give recorded choices to the forward passes in the block.
+        """Use recorded choices in the forward passes of the block.
 
         Args:
             recorded: [tokens, layers, experts per token] of any integer type, in the order in
-                which the routers get the tokens; -1 where unknown. None gives no choices.
+                which the routers get the tokens; -1 where unknown. None: there are no choices.
         """
         before, self._recorded = self._recorded, recorded
         try:
@@ -91,9 +92,10 @@ class RoutingReplay:
             self._recorded = before
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Give a forward pass that the backward pass repeats the choices of the first pass.
+        """Return contexts for torch's activation checkpointing: the repeated forward pass uses the
+        choices of the first pass.
 
-        For `context_fn` of torch's checkpoints: other micro-batches may run in between.
+        For its argument `context_fn`; other micro-batches may run in between.
         """
         return nullcontext(), self.using(self._recorded)
 
@@ -101,7 +103,7 @@ class RoutingReplay:
         """Return the experts of each token in one layer.
 
         Args:
-            layer: among those with experts, from 0.
+            layer: number of the layer among those with experts, from 0.
             own: [tokens, experts per token] int64, the choice of the router.
 
         Returns:
@@ -120,9 +122,9 @@ class RoutingReplay:
 
 
 def replay_in(model: Any, *, forces: bool) -> RoutingReplay:
-    """Make the routers of a model ask a new `RoutingReplay`.
+    """Return a new `RoutingReplay` that the routers of a model call.
 
-    Call it before the model is sharded; `forces` is that of `RoutingReplay`.
+    This must happen before the model is sharded; `forces` is as in `RoutingReplay`.
     """
     routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     replay = RoutingReplay(
@@ -142,7 +144,9 @@ def choose_again(
     _: Any,
     given: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward hook: weigh the experts that `replay` chooses as the router weighs its own."""
+    """Forward hook of a router: replace its experts by those of `replay`, with weights from the
+    router's logits.
+    """
     logits, weights, own = given
     chosen = replay.choose(layer, own)
     if chosen is own:

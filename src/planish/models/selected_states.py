@@ -1,11 +1,12 @@
 """Hidden states of selected tokens by a decoder of transformers, without unused computation.
 
-The modules of transformers compute every layer for every token. Attention of the last layer
-needs all tokens, but the steps after it (output projection, MLP, norm) are needed only where a
-state is read: in reinforcement learning after the prompt and before padding. In a small model that
-saves a good part of the work. A norm is one node in the graph of gradients in place of six.
+The modules of transformers compute every layer for every token. Attention of the last layer needs
+all tokens, but the later steps (output projection, MLP, norm) are needed only for tokens whose
+state is used: in reinforcement learning those of the response. In a small model that saves much of
+the work. Also, a norm is one node of the autograd graph in place of six.
 
-This path runs only in float32 on CPU for unsharded models; all others take the modules.
+This module is used only in float32 on the CPU for unsharded models; all others use the modules of
+transformers.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from planish.models.packing import Packing, attend
 
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
-"""Classes with the computation below; sharded classes have other names."""
+"""Classes with the computation below; classes of sharded layers have other names."""
 
 
 def fits(body: Any) -> bool:
-    """Return whether this module computes the same as the decoder."""
+    """Return whether this module computes the same hidden states as the decoder."""
     layers = list(getattr(body, "layers", []))
     weight = getattr(getattr(body, "embed_tokens", None), "weight", None)
     if not layers or weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -63,7 +64,7 @@ def hidden_at(
         compute = partial(
             _layer, layer, turn=turn, packing=packing, where=where if is_last else None
         )
-        # As the modules do with gradient checkpointing: less memory for a second forward pass.
+        # As in transformers' gradient checkpointing: less memory, but a second forward pass.
         again = layer.training and layer.gradient_checkpointing and torch.is_grad_enabled()
         x = checkpoint(compute, x, use_reentrant=False) if again else compute(x)
     return _norm(body.norm, x)
@@ -88,7 +89,7 @@ def _layer(
 
 
 def _attend(layer: Any, x: Tensor, turn: tuple[Tensor, Tensor], packing: Packing | None) -> Tensor:
-    """Return what the heads of attention read, [B, S, heads * head size]."""
+    """Return the output of the attention heads, [B, S, heads * head size]."""
     attention = layer.self_attn
     shape = (*x.shape[:-1], -1, attention.head_dim)
     x = _norm(layer.input_layernorm, x)
@@ -124,12 +125,12 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Divide by the root mean square over the last dim, and scale each feature.
+    """Return `x` divided by its root mean square over the last dimension, with each feature scaled.
 
     Args:
         x: [..., H] float32.
         weight: [H] float32.
-        epsilon: added to the mean square.
+        epsilon: number that is added to the mean square.
     """
     if not torch.is_grad_enabled():
         normed, _ = _normed(x, epsilon)
@@ -140,7 +141,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Divide by the root mean square over the last dim; return also the inverse of that root."""
+    """Return `x` divided by its root mean square over the last dimension, and the inverse of that
+    root.
+    """
     square = torch.linalg.vecdot(x, x).unsqueeze(-1)
     scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
     return x * scale, scale
@@ -158,7 +161,7 @@ class _Norm(torch.autograd.Function):
         normed, scale, weight = ctx.saved_tensors
         of_weight = (gradient * normed).flatten(0, -2).sum(0)
         of_normed = gradient * weight
-        # The part along the input changes nothing: a longer input has the same norm.
+        # The component along the input is removed, since a longer input has the same norm.
         along = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1)
         of_x = torch.addcmul(of_normed, normed, along, value=-1 / normed.shape[-1]).mul_(scale)
         return of_x, of_weight, None

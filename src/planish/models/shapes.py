@@ -1,4 +1,4 @@
-"""Sizes of a decoder from its config.json, or by the name of a known one; imports no torch.
+"""Sizes of a decoder, from its config.json or by the name of a known model; imports no torch.
 
 Norms, biases and routers count if the family has them, so parameter counts are exact for Qwen2,
 Qwen3, Llama, Mistral and Mixtral.
@@ -18,13 +18,13 @@ from planish.models.experts import num_experts
 from planish.models.headers import UNLIMITED, config_size, language_config
 
 MEGATRON_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""`model_type` of the models that megatron-core computes as transformers does."""
+"""`model_type` of the models for which megatron-core computes the same as transformers."""
 
 PACKED_FAMILIES = frozenset({*MEGATRON_FAMILIES, "mistral"})
-"""`model_type` of transformers decoders that can compute packed rows."""
+"""`model_type` of the transformers decoders that can compute packed rows."""
 
 CAP = "attn_logit_softcapping"
-"""Key of config.json: scores of attention are `CAP * tanh(scores / CAP)`."""
+"""Key of config.json: the cap of attention scores, which become `CAP * tanh(scores / CAP)`."""
 
 
 @dataclass(frozen=True)
@@ -46,36 +46,37 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool
     max_model_tokens: int
-    """Longest prompt plus response, tokens."""
+    """Longest prompt plus response in tokens."""
     num_experts: int = 0
-    """Routed experts of each layer; 0 for a dense model."""
+    """Number of routed experts of each layer; 0 for a dense model."""
     experts_per_token: int = 1
     has_qkv_bias: bool = False
-    """As in Qwen2."""
+    """True if query, key and value projections have a bias, as in Qwen2."""
     has_qk_norm: bool = False
-    """A norm for each head, as in Qwen3."""
+    """True if queries and keys have a norm for each head, as in Qwen3."""
     family: str = ""
     """`model_type` of config.json."""
     has_windows: bool = False
-    """Attention of some layers sees the last tokens alone."""
+    """True if some layers have sliding-window attention."""
     beside_megatron: tuple[str, ...] = ()
-    """What megatron-core would compute in another way, in words."""
+    """Differences between megatron-core and this model, in words."""
     keeps_scores: bool = False
-    """Attention holds the scores of all pairs of tokens, as under a cap."""
+    """True if attention keeps the scores of all pairs of tokens in memory, e.g. because of a
+    cap."""
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of all key heads together, and of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
+        """Number of parameters of one decoder layer."""
         width, rows = self.hidden_size, self.q_size + 2 * self.kv_size
         attention = width * rows + self.q_size * width
         attention += rows * self.has_qkv_bias + 2 * self.head_dim * self.has_qk_norm
@@ -85,29 +86,31 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all routed experts of the model; 0 in a dense one."""
+        """Number of parameters of all routed experts; 0 in a dense model."""
         return 3 * self.hidden_size * self.intermediate_size * self.num_experts * self.layers
 
     @property
     def adapter_rows(self) -> int:
-        """Inputs and outputs of all matrices of a layer: parameters of its adapters of rank 1."""
+        """Sum of inputs and outputs of all matrices of a layer, which is the number of parameters
+        of its adapters of rank 1.
+        """
         heads = 2 * self.q_size + 2 * self.kv_size + 4 * self.hidden_size
         experts = max(1, self.num_experts)
         return heads + 3 * experts * (self.hidden_size + self.intermediate_size)
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and of the LM head where it is another matrix."""
+        """Number of parameters of the embedding; a separate LM head has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """Parameters of the causal language model."""
+        """Number of parameters of the causal language model."""
         return self.body_parameters + (0 if self.tied_embeddings else self.embedding_parameters)
 
     @property
     def body_parameters(self) -> int:
-        """Parameters without a separate LM head, as a critic copies them."""
+        """Number of parameters without a separate LM head, as in a critic."""
         return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden_size
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
@@ -119,8 +122,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Return the sizes in a config.json.
 
     Raises:
-        ConfigError: latent attention, layers of several kinds, or a size that is missing or no
-            positive whole number.
+        ConfigError: the model has latent attention or layers of several kinds, or a size is
+            missing or not a positive whole number.
     """
     config = language_config(config)
     size = functools.partial(config_size, config)
@@ -158,7 +161,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """Return whether attention of some layers of a decoder sees the last tokens alone."""
+    """Return whether some layers of a decoder have sliding-window attention."""
     if config.get("model_type") in ("mistral", "mixtral"):
         return config.get("sliding_window") is not None
     if "layer_types" not in config and config.get("use_sliding_window"):
@@ -167,7 +170,7 @@ def has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def beside_megatron(config: Mapping[str, Any]) -> list[str]:
-    """Return, in words, what a GPTModel of megatron-core would compute in another way."""
+    """Return the differences between a GPTModel of megatron-core and this model, in words."""
     family, act = config.get("model_type"), config.get("hidden_act", "silu")
     turn = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = turn.get("rope_type", turn.get("type", "default"))
@@ -248,13 +251,14 @@ _QWEN2_5_NAME = re.compile(
 )
 _TIED = ("0.5b", "1.5b", "3b")
 _CONTEXT = 32_768
-"""Tokens that every general model of Qwen2.5 can read; some read more."""
+"""Context length in tokens that every general model of Qwen2.5 supports; some support more."""
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """Return the sizes of a model of the Qwen2.5 family by its name; None for any other.
+    """Return the sizes of a model of the Qwen2.5 family by its name; None for any other name.
 
-    Source: Qwen2.5 technical report, arXiv 2412.15115, table 1, and the config.json of the models.
+    Source: Qwen2.5 technical report, arXiv 2412.15115, table 1, and the config.json of the
+    models.
     """
     found = _QWEN2_5_NAME.fullmatch(name.rstrip("/"))
     size = found["size"].lower() if found else ""

@@ -1,7 +1,7 @@
-"""Chat template and tokenizer in one place; every token id of the program comes from here.
+"""Chat template and tokenizer; every token id of the program comes from this module.
 
-Importing this module loads neither torch nor transformers; opening a tokenizer loads the
-tokenizer part of transformers.
+Importing this module loads neither torch nor transformers; opening a tokenizer loads the tokenizer
+part of transformers.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ MINIMAL_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""It adds one token to the text, so that a tiny model spends its context on the task."""
+"""Chat template that adds only one token to the text, so that a tiny model spends its context on
+the task."""
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 ALL_ENDS = "all_eos_token_ids"
-"""Key of a policy's generation_config.json for all end tokens; it overrides its other files."""
+"""Key of a policy's generation_config.json for all end tokens; it overrides the policy's other
+files."""
 
 PROMPT_TAIL = 32
-"""Tokens at the end of a prompt that may open a thought."""
+"""Number of tokens at the end of a prompt in which a thought may begin."""
 
 MAX_STOP_BYTES = 256
-"""Limit of all stop strings of a policy together, in UTF-8."""
+"""Most bytes of all stop strings of a policy together, in UTF-8."""
 
 _OPENED = re.compile(rf"(?:{OPENS})\s*$", re.IGNORECASE)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ADDING_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
-"""Decoders of `tokenizers` whose text is the concatenation of the texts of the tokens."""
+"""Decoders of `tokenizers` for which the text is the concatenation of the tokens' texts."""
 
 
 Entry = TypeVar("Entry", int, str)
@@ -74,13 +76,13 @@ class Tokenizer:
         """Wrap `backend`, a fast tokenizer of transformers.
 
         Args:
-            backend: has the chat template and the special tokens.
+            backend: tokenizer with a chat template and special tokens.
             eos_token_ids: further ids that end a response, e.g. of a generation config.
-            stop_strings: texts that end a response with the token that completes them.
+            stop_strings: texts that end a response; it ends with the token that completes the text.
             has_all_ends: `eos_token_ids` are all end tokens; the backend's own does not count.
 
         Raises:
-            ConfigError: no end token, no chat template, or unusable stop strings.
+            ConfigError: there is no end token or no chat template, or a stop string is unusable.
         """
         check_stop_strings(stop_strings)
         own = [] if has_all_ends else [backend.eos_token_id]
@@ -104,7 +106,7 @@ class Tokenizer:
         self.pad_token_id: int = ids[0] if pad is None else int(pad)
         self.vocab_size: int = len(backend)
         self._decode = _decoding(backend)
-        # Special tokens go from a text, those of a thought stay.
+        # Special tokens are removed from a text, except marks of a thought.
         self._kept = {
             token: str(entry)
             for token, entry in backend.added_tokens_decoder.items()
@@ -112,13 +114,13 @@ class Tokenizer:
         }
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the token ids of `messages` under the chat template, ready for a response."""
+        """Return the token ids of `messages` under the chat template; a response follows them."""
         try:
             text = self.backend.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
-            # A template is a program that comes with the model.
+            # A chat template is a program that comes with the model, so it may raise anything.
             raise ConfigError(
                 f"a chat template must render every prompt, got {_first_line(error)}; choose "
                 "another tokenizer, or mend `model.chat_template` or `model.template_variables`"
@@ -130,9 +132,9 @@ class Tokenizer:
         return [*self._encode(text), self.eos_token_ids[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens and without end tokens at its end.
+        """Return the text of `ids` without special tokens and without trailing end tokens.
 
-        It keeps special tokens that open or close a thought.
+        Special tokens that open or close a thought stay.
         """
         tokens = [int(i) for i in ids]
         # Not every end token is marked as special.
@@ -142,7 +144,7 @@ class Tokenizer:
         return "".join((kept or "") * len(run) or self._text(run) for kept, run in parts)
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
-        """Return the mark that opens a thought at the end of a prompt, "" without one."""
+        """Return the mark that opens a thought at the end of a prompt; "" if there is none."""
         found = _OPENED.search(str(self.backend.decode(list(prompt_ids[-PROMPT_TAIL:]))))
         return found[0] if found else ""
 
@@ -150,7 +152,7 @@ class Tokenizer:
         return str(self._decode(tokens, skip_special_tokens=True))
 
     def token_bytes(self) -> list[bytes]:
-        """Return the UTF-8 bytes that each token adds to the text, by id; none for special tokens.
+        """Return the UTF-8 bytes that each token adds to the text, by id; b"" for special tokens.
 
         Raises:
             ConfigError: the text of this tokenizer is not the concatenation of its tokens.
@@ -182,7 +184,7 @@ def check_stop_strings(texts: Sequence[str]) -> None:
     """Check the stop strings.
 
     Raises:
-        ConfigError: an empty one, or too many bytes together.
+        ConfigError: a string is empty, or the strings have too many bytes together.
     """
     together = "".join(texts)
     data = together.encode("utf-8", "ignore")
@@ -195,7 +197,7 @@ def check_stop_strings(texts: Sequence[str]) -> None:
 
 
 def _decoder_steps(core: Any) -> list[dict[str, Any]] | None:
-    """Return the decoders of a fast tokenizer in order; None where they do more than add up."""
+    """Return the decoders of a fast tokenizer in order; None if they do more than concatenate."""
     if core.decoder is None:
         return None
     state = json.loads(core.decoder.__getstate__())
@@ -209,7 +211,7 @@ def _decoder_steps(core: Any) -> list[dict[str, Any]] | None:
 
 
 def _text_bytes(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the bytes of one ordinary token; spaces that `Strip` takes from the ends stay."""
+    """Return the bytes of one ordinary token; spaces that `Strip` would remove at the ends stay."""
     for step in steps:
         if step["type"] == "ByteLevel":
             known = all(character in _BYTE_ALPHABET for character in token)
@@ -230,14 +232,13 @@ _BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
 }
 """Byte of each character in byte-level vocabularies.
 
-Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others follow 255.
-"""
+Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others follow 255."""
 
 
 def _decoding(backend: Any) -> Any:
-    """Return what decodes for a tokenizer, without the checks that cost most of the time.
+    """Return the decode function of a tokenizer, without the checks that take most of the time.
 
-    A class with a way of its own to decode keeps it.
+    A class that overrides decoding keeps its own function.
     """
     from transformers import PreTrainedTokenizerFast as Plain
 
@@ -248,7 +249,7 @@ def _decoding(backend: Any) -> Any:
 
 
 def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> Tokenizer:
-    """Build a tokenizer with one token per character of `alphabet`, after the special ones."""
+    """Return a tokenizer with the special tokens and then one token per character of `alphabet`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -274,19 +275,19 @@ def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> T
 def load_tokenizer(folder: Path, settings: ModelConfig | None = None) -> Tokenizer:
     """Open the tokenizer of a model folder, with the end tokens of its two configs.
 
-    None opens a folder unchanged; use it for folders that a run exported. The chat template of
-    `settings` replaces the folder's own, and the template contains its variables and today's date
-    from then on. `stop_strings` are added to those of the generation config. `end_tokens` replace
-    all end tokens. If they are empty, the token by which the chat template closes an assistant's
-    turn is added to the end tokens of the folder.
+    With `settings` None the folder is used unchanged, as for folders that a run exported. Otherwise
+    the chat template of `settings` replaces the folder's own, and the template then contains its
+    variables and today's date. `stop_strings` are added to those of the generation config.
+    `end_tokens` replace all end tokens. If they are empty, the token with which the chat template
+    closes an assistant's turn is added to the end tokens of the folder.
 
     Raises:
-        ConfigError: no readable tokenizer, no end token or no chat template.
+        ConfigError: the folder has no readable tokenizer, no end token or no chat template.
     """
     ends, texts, has_all = _generation_ends(folder)
     try:
         if not any((folder / name).is_file() for name in _VOCABULARIES):
-            # transformers would hand out an empty tokenizer of the model's family.
+            # transformers would return an empty tokenizer of the model's family.
             raise FileNotFoundError(f"none of {', '.join(_VOCABULARIES)}")
         _check_ids(folder)
         backend = _backend_class(folder).from_pretrained(
@@ -300,12 +301,13 @@ def load_tokenizer(folder: Path, settings: ModelConfig | None = None) -> Tokeniz
             elif not has_all:
                 ends += _closing_tokens(backend)
         tokenizer = Tokenizer(backend, ends, texts, has_all_ends=has_all)
-        # Some strange settings break nothing before the first use.
+        # Some wrong settings fail only at the first use.
         tokenizer.decode(tokenizer.encode_response("1"))
     except ConfigError:
         raise
     except Exception as error:
-        # `tokenizers` raises plain exceptions, and strange files break any line of transformers.
+        # `tokenizers` raises plain exceptions, and damaged files may make any line of transformers
+        # fail.
         raise ConfigError(
             f"a model folder must hold a tokenizer that opens without its own code, got "
             f"{str(folder)!r} ({_first_line(error)}); save tokenizer.json and "
@@ -315,10 +317,10 @@ def load_tokenizer(folder: Path, settings: ModelConfig | None = None) -> Tokeniz
 
 
 def _choose_template(backend: Any, settings: ModelConfig) -> None:
-    """Give a tokenizer the one template that renders alike wherever and whenever it is opened."""
+    """Set the chat template that renders equally at any time and place."""
     backend.chat_template = settings.chat_template or backend.chat_template
     if backend.chat_template:
-        # A template whose first line is empty would lose it to a block that stands right before.
+        # The template would lose an empty first line to a block directly before it.
         sets = [f"set {name} = {value!r}" for name, value in settings.template_variables.items()]
         template = backend.get_chat_template()
         if "strftime_now" in template:
@@ -335,11 +337,13 @@ _DATE = (
     "%-d|%-m|%-y|%-H|%-I|%-M|%-S|%-j|%a|%A|%b|%B|%c|%C|%d|%D|%e|%F|%g|%G|%h|%H|%I|%j|%k|%l|%m|%M|%p"
     "|%P|%r|%R|%s|%S|%T|%u|%U|%V|%w|%W|%x|%X|%y|%Y|%z|%Z"
 )
-"""What a format of `strftime` may name, as glibc takes it."""
+"""Directives of `strftime` in glibc."""
 
 
 def _check_ids(folder: Path) -> None:
-    """Refuse ids that no vocabulary has: `tokenizers` takes memory up to the largest, or aborts."""
+    """Refuse ids that no vocabulary has; `tokenizers` allocates memory up to the largest id, or
+    aborts.
+    """
     for name in ("tokenizer.json", "vocab.json"):
         path = folder / name
         if path.is_file():
@@ -351,7 +355,7 @@ def _check_ids(folder: Path) -> None:
 
 
 def _backend_class(folder: Path) -> Any:
-    """Return the plain fast class if the folder names it, because `AutoTokenizer` costs seconds."""
+    """Return the plain fast class if the folder names it, because `AutoTokenizer` takes seconds."""
     path = folder / "tokenizer_config.json"
     if path.is_file() and (folder / "tokenizer.json").is_file():
         raw = json.loads(path.read_text("utf-8"))
@@ -378,13 +382,13 @@ def _token_ids(backend: Any, tokens: Sequence[str]) -> list[int]:
 
 
 def _closing_tokens(backend: Any) -> list[int]:
-    """Return the token behind an assistant's text in the chat template; none where text follows."""
+    """Return the token after an assistant's text in the chat template; empty if text follows."""
     content = "planish"
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": content}]
     try:
         rendered = backend.apply_chat_template(turns, tokenize=False)
     except Exception:
-        # A template is a program, and this one wants other conversations.
+        # The template requires other conversations.
         return []
     behind = rendered.rpartition(content)[2].lstrip()
     ids = backend(behind, add_special_tokens=False)["input_ids"]
@@ -392,9 +396,9 @@ def _closing_tokens(backend: Any) -> list[int]:
 
 
 def _generation_ends(folder: Path) -> tuple[list[int], list[str], bool]:
-    """Return the end tokens and the stop strings of a folder's generation and model configs.
+    """Return end tokens and stop strings of a folder's generation and model configs.
 
-    The last is True where these are all ends: a policy whose run has named them.
+    The last value is True if these are all end tokens, i.e. if a run has written the policy.
     """
     ids: list[int] = []
     texts: list[str] = []
@@ -407,7 +411,7 @@ def _generation_ends(folder: Path) -> tuple[list[int], list[str], bool]:
             texts += _listed(raw.get("stop_strings"), str)
             if ALL_ENDS in raw:
                 return _listed(raw[ALL_ENDS], int), texts, True
-            # Models of text and pictures keep those of their text apart.
+            # Models with several modalities have a separate table for text.
             for table in (raw, raw.get("text_config") or {}):
                 ids += _listed(table.get("eos_token_id"), int)
             if not all(0 <= token < 2**31 for token in ids):

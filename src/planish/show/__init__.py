@@ -1,1 +1,1 @@
-"""Print the content of a store URI as tables: `planish show`."""
+"""The command `planish show`: prints the content of a store URI as tables."""

@@ -1,4 +1,4 @@
-"""The command `planish show`: detect the kind of a URI and print its content."""
+"""The command `planish show`: detects what a URI is and prints its content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DOCUMENT_LIMIT_BYTES = 16 << 20
 
 
 def show(text: str, console: Console, *, rows: int) -> None:
-    """Print the content of a URI, a pin or a path; `rows` rows of a record set in full."""
+    """Print the content of a URI, a pin or a path, with `rows` complete rows of a record set."""
     if not text.strip():
         raise ConfigError(
             f"what to show must be a URI or a path, got {text!r}; a dot is the working directory"

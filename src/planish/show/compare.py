@@ -1,6 +1,6 @@
-"""Overlay the curves of several runs on one page: `planish compare`.
+"""The command `planish compare`: overlays the curves of several runs on one page.
 
-It reads the data of each run's report, and changes nothing below the roots.
+The command reads the data of each run's report, and changes nothing below the roots.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from planish.stages.report.text import number, one_line, percent, seconds
 from planish.store import normal_uri
 
 COLORS = ("blue", "orange", "teal", "red", "violet", "slate")
-"""Keys of the palette for the runs in their order; from the seventh run on lines are dashed."""
+"""Keys of the palette, one for each run in order; from the seventh run on lines are dashed."""
 MAX_RUNS = 2 * len(COLORS)
 
 HELD_OUT = Panel(
@@ -48,17 +48,17 @@ SECONDS = Panel(
 )
 _OF_THE_REPORT = {panel.title: panel for panel in (*PANELS, LENGTHS)}
 _TITLES = ("Reward", "Response length", "Entropy", "Gradient norm")
-# From zero up, runs that differ by little would lie on each other.
+# With an axis from zero, runs that differ by little would overlap.
 CHARTS = (
     HELD_OUT,
     *(replace(_OF_THE_REPORT[title], from_zero=False) for title in _TITLES),
     SECONDS,
 )
-"""Charts in the order of the page; charts of the report show their first curve."""
+"""Charts in the order of the page; a chart of the report has only its first curve."""
 
 
 class Run(NamedTuple):
-    """One of the runs."""
+    """One of the compared runs."""
 
     name: str
     facts: ReportFacts
@@ -88,13 +88,13 @@ def run(
 
 
 def default_names(roots: Sequence[str]) -> list[str]:
-    """Return names of the roots: as few last parts as make them distinct."""
+    """Return a name for each root: its last path parts, as few as make the names distinct."""
     cuts = (["/".join(root.split("/")[-n:]) for root in roots] for n in itertools.count(1))
     return next(names for names in cuts if len(set(names)) == len(roots))
 
 
 def read(root: str) -> ReportFacts:
-    """Return the data for the curves of a run; the run may go on meanwhile."""
+    """Return the data for the curves of a run, which may still be running."""
     try:
         read_run(root)
     except ObjectMissing:
@@ -132,7 +132,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return the charts that at least two runs have data for."""
+    """Return the charts for which at least two runs have data."""
     found = []
     for panel in CHARTS:
         points = [points_of(run.facts, panel) for run in runs]
@@ -153,7 +153,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def points_of(facts: ReportFacts, panel: Panel) -> Mapping[int, float]:
-    """Return iteration or policy version -> value of a run; empty if unknown."""
+    """Return the values of a run by iteration or policy version; empty if unknown."""
     if panel is HELD_OUT:
         return {mark.x: mark.y for mark in held_out(facts)}
     if panel is SECONDS:
@@ -172,7 +172,7 @@ def settings(facts: ReportFacts) -> dict[str, str]:
 
 
 def outcomes(facts: ReportFacts) -> dict[str, str]:
-    """Return the key numbers of a run by their labels; empty if unknown."""
+    """Return the key numbers of a run as text, by label; "" if unknown."""
     found = {
         f"{score} {when}": score_cell(scalars, score)
         for score in ("accuracy", "greedy")
@@ -188,6 +188,6 @@ def outcomes(facts: ReportFacts) -> dict[str, str]:
 
 
 def rows_of(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Return a row for each key: the key, and its value in each column."""
+    """Return a row for each key: the key, then its value in each column."""
     keys = dict.fromkeys(key for column in columns for key in column)
     return [[key, *(column.get(key) or "-" for column in columns)] for key in keys]

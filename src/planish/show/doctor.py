@@ -1,4 +1,4 @@
-"""Inventory of this machine: packages by extra, devices, servers and tools."""
+"""Inventory of this machine: packages of each extra, devices, servers and tools."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TOOLS = {
     "docker": "builds the images",
     "kubectl": "talks to a cluster",
 }
-"""Program -> its use."""
+"""Map from program to its use."""
 
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([a-z-]+)['\"]")
 
 
 @dataclass(frozen=True)
 class MachineFact:
-    """One finding."""
+    """One line of the inventory."""
 
     what: str
     state: str
@@ -44,7 +44,7 @@ class MachineFact:
 
 
 def packages(requirements: list[str] | None = None) -> list[MachineFact]:
-    """Return one finding for the base and one per extra."""
+    """Return one line for the base packages and one per extra."""
     if requirements is None:
         requirements = metadata.requires("planish") or []
     groups: dict[str, list[Requirement]] = {}
@@ -67,7 +67,8 @@ def packages(requirements: list[str] | None = None) -> list[MachineFact]:
         target = f"'planish[{group}]'" if group else "planish"
         state, detail = "ok", ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
         if missing or others:
-            # Nobody needs every extra, but what is there must be what the program was tried with.
+            # Nobody needs every extra, but installed versions must be those with which the tests
+            # ran.
             state = "wrong" if others or not group else "absent"
             told = [f"missing {', '.join(missing)}"] * bool(missing) + others
             detail = f"{'; '.join(told)}: pip install {target}"
@@ -83,7 +84,7 @@ def _version(name: str) -> str | None:
 
 
 def devices() -> list[MachineFact]:
-    """Return processors, memory, free disk and accelerators."""
+    """Return lines on processors, memory, free disk and accelerators."""
     cpus = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(Path.cwd()).free
@@ -103,7 +104,7 @@ def devices() -> list[MachineFact]:
 
 
 def servers() -> list[MachineFact]:
-    """Return whether the environment's S3 server answers, and which test servers are built."""
+    """Return whether the configured S3 server answers, and which servers for tests are built."""
     own = Path.cwd() / ".cache" / "bin" / "minio"
     path = shutil.which("minio") or (str(own) if own.is_file() else "")
     state, detail = ("ok", path) if path else ("absent", "only tests need it: make servers")
@@ -120,7 +121,7 @@ def _s3() -> MachineFact:
     try:
         S3Store(replace(settings, retry_seconds=0.0), "planish-doctor").folder("")
     except ConfigError as error:
-        # No such bucket: the server answers and takes the keys.
+        # A missing bucket is fine: the server has answered and accepted the keys.
         if "bucket 'planish-doctor' must exist" not in str(error):
             return MachineFact("s3 server", "wrong", str(error))
     except PlanishError as error:
@@ -138,7 +139,7 @@ def tools(which: Callable[[str], str | None] = shutil.which) -> list[MachineFact
 
 
 def doctor(console: Console) -> int:
-    """Print all findings; return 1 when something must be mended, else 0."""
+    """Print all lines; return 1 if one is `wrong`, else 0."""
     findings = [*packages(), *devices(), *servers(), *tools()]
     style = {"ok": "green", "absent": "yellow", "wrong": "red"}
     table = Table(show_edge=False, pad_edge=False)

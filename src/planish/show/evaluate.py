@@ -1,8 +1,8 @@
 """The command `planish evaluate`: scores of a model on evaluation sets, without a run.
 
 The stages do the work in this process. They write a root like that of a run, with the
-configuration, the prompts, the imported policy and the evaluations, and reuse what an earlier call
-has finished.
+configuration, the prompts, the imported policy and the evaluations. They reuse finished results of
+an earlier call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planish.stages.evaluate.stage import Scored
 
 INSPECTED = ("curate", "engine", "evaluate", "model", "run")
-"""Sections that are inspected; the others are those of a training."""
+"""Sections that are inspected; the other sections are for training."""
 OF_SETS = {
     "dataset_map": "columns: prompt=question,answer=label",
     "hub_config": "configuration name on the hub",
@@ -32,14 +32,15 @@ OF_SETS = {
     "prompt_prefix": "before each problem",
     "prompt_suffix": "behind each problem",
 }
-"""Settings of every set of the command line, with their help texts."""
+"""Settings of all sets on the command line, with their help texts."""
 OF_EVALUATION: dict[str, tuple[type, str]] = {
     "max_response_tokens": (int, "of the longest response (default 20480)"),
     "temperature": (float, "of the sampled responses (default: of the policy's run, else 1)"),
     "top_p": (float, "nucleus of the sampled responses (default: of the policy's run, else 1)"),
     "max_prompts": (int, "of each set, the first by id (default all)"),
 }
-"""Settings of `[evaluate]` that have an option, beside the number of samples."""
+"""Settings of `[evaluate]` with an option, except the number of samples, and their types and help
+texts."""
 
 
 def add_commands(commands: Any) -> None:
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) 
 
 
 def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[str]]:
-    """Open model and data; return the resolved settings and warnings about both."""
+    """Open model and data; return the resolved settings, and warnings about model and data."""
     from planish.base.config import merge, resolve_config
     from planish.base.errors import ConfigError
     from planish.stages.curate.config import KNOWN_SETS
@@ -148,7 +149,7 @@ def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any
 
 
 def folder_stamp(path: str) -> str:
-    """Return a stamp that changes with a local folder; empty for other addresses."""
+    """Return a text that changes with the files of a local folder; empty for other addresses."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return ""
@@ -157,7 +158,7 @@ def folder_stamp(path: str) -> str:
 
 
 def open_root(root: str, config: Mapping[str, Mapping[str, Any]], stamp: str) -> Context:
-    """Take the lock of a root and write its configuration; results depend on `stamp` as well."""
+    """Lock a root and write its configuration; results also depend on `stamp`."""
     from planish.run.lock import acquire, current_holder
     from planish.run.stage import Context
     from planish.stages.prepare.run_file import open_run_file, write_run_file
@@ -170,7 +171,9 @@ def open_root(root: str, config: Mapping[str, Mapping[str, Any]], stamp: str) ->
 
 
 def score_table(rows: Sequence[tuple[Scored, float]]) -> Table:
-    """Return the scores of all sets; errors are standard errors over samples, for fixed prompts."""
+    """Return a table with the scores of all sets; errors are standard errors over samples, for
+    fixed prompts.
+    """
     first = rows[0][0].report.scalars
     passes = [name for name in first if name.startswith("pass@") and name != "pass@1"]
     passes.sort(key=lambda name: int(name[5:]))

@@ -29,7 +29,7 @@ _INDENTED_BYTES = 1 << 20
 
 
 def run_tables(root: str) -> list[RenderableType]:
-    """Return the state of the run at `root`, from one listing and its small files."""
+    """Return the tables on the run at `root`, from one listing and its small files."""
     names = store.list_uris(root)
     run = read_json(layout.run_file(root))
     facts = [[key, value] for key, value in sorted(run.items()) if key != "config"]
@@ -70,7 +70,7 @@ def _iteration_tables(names: list[str]) -> list[RenderableType]:
 
 
 def _other_tables(root: str, names: list[str]) -> list[RenderableType]:
-    """Return the sets outside iterations, the evaluations and the log entries of the stages."""
+    """Return the tables of sets outside iterations, evaluations, and log entries of stages."""
     sets: list[list[Any]] = []
     evaluations: list[list[Any]] = []
     tasks: list[list[Any]] = []
@@ -82,7 +82,7 @@ def _other_tables(root: str, names: list[str]) -> list[RenderableType]:
             attributes = {k: v for k, v in manifest.attributes.items() if k != "config_sha256"}
             sets.append([folder, manifest.schema, attributes])
         elif place.startswith("evals/") and place.endswith(".json"):
-            # other small files lie beside the reports
+            # other small files are in the folder of the reports too
             with contextlib.suppress(RecordError):
                 evaluations.append([place, _scalars_line(read_report(EvalReport, name).scalars)])
         elif name.startswith(f"{layout.logs(root)}/") and name.endswith(".json"):
@@ -114,7 +114,7 @@ def _scalars_line(scalars: dict[str, float]) -> str:
 
 
 def _lines(text: str) -> list[RenderableType]:
-    """Return the first lines of a text, and how much is left out."""
+    """Return the first lines of a text, and a line that says how much is left out."""
     lines = io.StringIO(text, newline=None)
     shown = list(itertools.islice(lines, _MAX_LINES))
     left = sum(map(len, lines))
@@ -123,7 +123,7 @@ def _lines(text: str) -> list[RenderableType]:
 
 
 def document_tables(uri: str, data: bytes) -> list[RenderableType]:
-    """Return a report as tables, and any other JSON or text unchanged."""
+    """Return a report as tables, and any other JSON or text as it is."""
     try:
         raw: Any = json.loads(data)
     except (ValueError, RecursionError):
@@ -131,7 +131,7 @@ def document_tables(uri: str, data: bytes) -> list[RenderableType]:
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str) or schema not in _REPORT_PARTS:
         text = data.decode("utf-8", "replace")
-        # Indenting what is large makes it many times larger.
+        # Indentation makes a large document many times larger.
         with contextlib.suppress(RecursionError):
             if len(data) <= _INDENTED_BYTES:
                 text = json.dumps(raw, indent=2, sort_keys=True)
@@ -155,7 +155,7 @@ def document_tables(uri: str, data: bytes) -> list[RenderableType]:
 
 
 def folder_tables(uri: str) -> list[RenderableType]:
-    """Return the sets and objects below a folder that is no set itself."""
+    """Return tables of the sets and objects below a folder that is not itself a set."""
     rows: list[list[Any]] = []
     for name in store.list_uris(uri):
         if name.endswith("/manifest.json"):

@@ -31,9 +31,9 @@ RECORDS: dict[str, type[Record]] = {
 PARQUET_MAGIC = b"PAR1"
 
 _SHOWN_TEXTS = 4
-"""Number of different texts of a column that are shown."""
+"""Most different texts of a column that are shown."""
 _COUNTED_TEXTS = 1_000_000
-"""Number of different texts of a column that are counted."""
+"""Most different texts of a column that are counted."""
 
 
 def manifest_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
@@ -52,7 +52,7 @@ def manifest_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
 
 
 def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[RenderableType]:
-    """Return the columns of a record set, summarised, and its first rows."""
+    """Return a summary of the columns of a record set, and its first rows."""
     cls = RECORDS[manifest.schema]
     summaries: dict[str, _Numbers | _Texts] = {}
     cells: list[list[Any]] = []
@@ -79,7 +79,7 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
 
 
 class _Numbers:
-    """Range of numbers, lengths of lists; rows come piece by piece."""
+    """Range of a column's numbers, or of its lists' lengths; the rows come in pieces."""
 
     def __init__(self) -> None:
         self._rows = self._known = 0
@@ -114,7 +114,7 @@ class _Numbers:
 
 
 class _Texts:
-    """The most frequent texts, or numbers of messages."""
+    """Most frequent texts of a column, or numbers of messages."""
 
     def __init__(self) -> None:
         self._seen: Counter[str | int] = Counter()
@@ -137,7 +137,7 @@ class _Texts:
 
 
 def parquet_tables(uri: str, *, rows: int) -> list[RenderableType]:
-    """Return the columns of a Parquet file of any origin, and its first rows."""
+    """Return the columns of any Parquet file, and its first rows."""
     from planish.records.parquet import read_batches
 
     with tempfile.TemporaryDirectory(prefix="planish-show-") as folder:
@@ -177,7 +177,9 @@ def file_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
 
 
 def _tensor_facts(uri: str, size: int) -> list[Any]:
-    """Return tensors, parameters and types of a safetensors file, from its header alone."""
+    """Return numbers of tensors and parameters and the types in a safetensors file, from its
+    header.
+    """
     entries = read_header(partial(store.read, uri, 0), size, file=uri).values()
     types = Counter(entry.dtype for entry in entries)
     counts = ", ".join(f"{name}: {n}" for name, n in sorted(types.items()))

@@ -1,4 +1,4 @@
-"""Values as text that is safe to print: contents of sets are untrusted."""
+"""Values as text that is safe to print, since contents of sets are untrusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planish.base.text import printable
 
 
 def cell(value: Any, *, width: int = 60) -> Text:
-    """Return one line of at most `width` characters without control characters or markup."""
+    """Return one line of at most `width` characters, without control characters and markup."""
     return Text(printable(_plain(value), limit=width))
 
 
@@ -29,7 +29,7 @@ def _plain(value: Any) -> str:
 
 
 def table(title: str, *columns: str, rows: list[list[Any]], width: int = 60) -> Group:
-    """Return a title and a table of printable cells; numbers stand on the right."""
+    """Return a title and a table of printable cells, with numbers aligned to the right."""
     built = Table(show_edge=False, pad_edge=False, show_header=any(columns))
     for place, column in enumerate(columns):
         numeric = bool(rows) and all(

@@ -1,8 +1,8 @@
-"""Write the curves of a run to TensorBoard, MLflow or Weights & Biases: `planish track`.
+"""The command `planish track`: writes the curves of a run to TensorBoard, MLflow or Weights &
+Biases.
 
-A follower reads the records that stages write anyway: update reports, evaluations and stage
-logs. It runs beside a run or after it. It slows no stage, and its failures never affect the
-run.
+A follower reads the records that stages write in any case: update reports, evaluations and stage
+logs. It runs during a run or after it. It slows no stage, and its failures never affect the run.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = "tracker/1"
 TRACKER_SECONDS = 600.0
-"""Time limit of a tracker with slow answers, for which the other trackers wait."""
+"""Seconds that a slow tracker may take; the other trackers wait for it."""
 SHARDED = "rollout"
-"""The stage whose tasks have separate curves."""
+"""The stage whose shards have separate curves."""
 WITHOUT_CURVES = ("prepare", "evaluate", "next", "report")
-"""Stages whose log entries show nothing of the training; evaluations have reports."""
+"""Stages whose log entries have no curves; evaluations have their own reports."""
 _TOLD = {"stage", "state", "iteration", "start_seconds", "seconds"}
 _FOREIGN = re.compile(r"[^A-Za-z0-9_./ -]")
-"""Characters that a name in MLflow must not have."""
+"""Pattern of characters that a name in MLflow must not have."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A record that has curves."""
+    """A record with values of curves."""
 
     root: str
     key: str
-    """Path below the root, with a mark that differs from an earlier record there."""
+    """Path below the root, with a part that changes if the record is written again."""
     uri: str
     seconds: float
-    """Unix time of its end."""
+    """Unix time at which the record was complete."""
     entry: Mapping[str, Any]
-    """Entry of the stage log; none for an evaluation."""
+    """Entry of the stage log; empty for an evaluation."""
 
     def points(self) -> Iterator[Point]:
         """Return the values of the record."""
@@ -89,10 +89,15 @@ class RunReader:
         self.root = root
         self._ended: dict[str, Mapping[str, Any]] = {}
         self.has_ended = self.has_failed = False
-        """As the last look saw it: the report is written; a task has failed for good."""
+        """True, after the last `look`, if the report is written, or if a task has failed
+        permanently."""
 
     def config(self) -> dict[str, Any]:
-        """Return the settings of the run by dotted name; ObjectMissing if no run has begun."""
+        """Return the settings of the run by dotted name.
+
+        Raises:
+            ObjectMissing: no run has begun.
+        """
         run = read_json(layout.run_file(self.root))
         return {
             f"{section}.{key}": value
@@ -101,7 +106,7 @@ class RunReader:
         }
 
     def look(self) -> list[Source]:
-        """Return all existing records, in the order of their ends."""
+        """Return all existing records, ordered by the time of their end."""
         entries = dict(self._ended)
         for uri in store.list_uris(f"{layout.logs(self.root)}/"):
             if uri.endswith(".json") and uri not in entries:
@@ -129,11 +134,11 @@ class RunReader:
         return sorted(sources, key=lambda source: source.seconds)
 
     def evaluations(self, entries: Iterable[Mapping[str, Any]]) -> Iterator[Source]:
-        """Return the evaluations, each with the end time of its task, if known."""
+        """Yield the evaluations, each with the end time of its task, if known."""
         ends: dict[float, float] = {}
         for entry in entries:
             if entry["stage"] == "evaluate" and entry["state"] == "done":
-                # The task at the end of a run measures what no iteration has.
+                # The task at the end of a run measures the policies that no iteration has measured.
                 version = entry["metrics"].get("policy_version", -1)
                 ends[version] = entry["start_seconds"] + entry["seconds"]
         last = ends.get(-1, time.time())
@@ -146,12 +151,14 @@ class Follower:
     """Writes a run to one tracker; its progress is stored below the run's root."""
 
     def __init__(self, reader: RunReader, target: str, tracker: Tracker) -> None:
-        """Read the stored progress of earlier followers of `target`, which a digest names."""
+        """Read the stored progress of earlier followers of `target`; a digest of `target` names
+        it.
+        """
         self._reader, self._tracker = reader, tracker
         digest = hashlib.sha256(target.encode()).hexdigest()[:12]
         self._uri = f"{layout.trackers(reader.root)}/{digest}.json"
         self.kind = target.partition("=")[0]
-        """Word of the command line without the place, which may hold a password."""
+        """Kind of the tracker, without its address, which may contain a password."""
         self._is_open = False
         self._run_id, self._batch, self._written = "", 0, set[str]()
         if store.exists(self._uri):
@@ -162,7 +169,7 @@ class Follower:
     def advance(self) -> int:
         """Write new values; return their number.
 
-        If the package of a tracker raises, a later call tries again.
+        If the tracker's package raises, a later call repeats the write.
         """
         new = [source for source in self._reader.look() if source.key not in self._written]
         if not new:
@@ -192,7 +199,7 @@ class Follower:
 
 
 def _passes(error: BaseException | None) -> bool:
-    """Return whether what a tracker raised, or has wrapped, is of a server or a network."""
+    """Return whether an exception of a tracker comes from a server or a network."""
     while error is not None and not isinstance(error, (OSError, PlanishError)):
         error = error.__cause__ or error.__context__
     is_ours = isinstance(error, PlanishError)
@@ -200,11 +207,11 @@ def _passes(error: BaseException | None) -> bool:
 
 
 def track(options: argparse.Namespace) -> str:
-    """Follow a run by the options of the command line; return one line with the result.
+    """Follow a run with the options of the command line; return one line with the result.
 
     Raises:
         ObjectMissing: no run has begun at the root, and the command does not wait for one.
-        BackendUnavailable: a tracker did not answer; the same command goes on.
+        BackendUnavailable: a tracker did not answer; the same command continues.
     """
     root = normal_uri(options.root)
     reader = RunReader(root)
@@ -229,7 +236,7 @@ def track(options: argparse.Namespace) -> str:
                     if is_last:
                         follower.close()
                 except Exception as error:
-                    # Whatever the package of a tracker raises, the others go on.
+                    # An exception of one tracker's package does not stop the other trackers.
                     text = redact(" ".join(f"{type(error).__name__}: {error}".split()))
                     if follower not in problems:
                         logger.warning("tracker=%s error=%s", follower.kind, text)

@@ -1,7 +1,7 @@
-"""Targets of `planish track`: TensorBoard, MLflow and Weights & Biases.
+"""Trackers of `planish track`: TensorBoard, MLflow and Weights & Biases.
 
-Each takes the same points and keeps no state but the identifier of its run, so that a killed
-follower goes on where it stopped.
+Each tracker gets the same points. Its only state is the identifier of its run, so a killed follower
+can continue.
 """
 
 from __future__ import annotations
@@ -34,34 +34,36 @@ class Point:
     name: str
     """`group/metric`; within a group `step` has one meaning."""
     step: int
-    """Iteration, optimizer step or policy version, by group."""
+    """Iteration, optimizer step or policy version, depending on the group."""
     value: float
-    """May be NaN or infinite, as in the record."""
+    """Value, as in the record; may be NaN or infinite."""
     seconds: float
 
 
 class Tracker:
-    """One target for the curves of a run."""
+    """A target for the curves of a run."""
 
     run_id = ""
-    """Identifier of the run at the target; a restarted follower passes it again."""
+    """Identifier of the run at the target; a restarted follower passes it to `open`."""
 
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Begin a run with its settings by dotted name, or go on with an earlier follower's run."""
+        """Create a run with its settings by dotted name, or continue an earlier follower's run."""
 
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Write points in any order; they are stored when it returns.
+        """Write points, in any order; they are stored when the call returns.
 
-        `batch` rises by one with every successful call, over all followers of a run.
+        `batch` grows by one with every successful call, over all followers of a run.
         """
         raise NotImplementedError
 
     def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Close a run that has ended, or that goes on; a task may have failed permanently."""
+        """Close the run, which has ended or is continued later; `has_failed`: a task failed
+        permanently.
+        """
 
 
 class TensorBoard(Tracker):
-    """Event files, one for each batch of points, below a folder of the run or another."""
+    """Event files, one for each batch of points, below a folder of the run or another folder."""
 
     def __init__(self, root: str, place: str) -> None:
         self._folder = normal_uri(place or f"{layout.trackers(root)}/tensorboard")
@@ -70,7 +72,7 @@ class TensorBoard(Tracker):
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
 
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Write one complete file, named by the batch: a second try replaces it."""
+        """Write one complete file, named after the batch; a second try replaces it."""
         with tempfile.TemporaryDirectory() as scratch:
             writer = self._files.EventFileWriter(scratch)
             for point in sorted(points, key=lambda p: (p.seconds, p.step)):
@@ -90,7 +92,7 @@ class MLflow(Tracker):
     """A run on a tracking server of MLflow."""
 
     def __init__(self, root: str, place: str, experiment: str, name: str) -> None:
-        # Its client would print the address of the run on standard output.
+        # The client would print the URL of the run to standard output.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         tracking = import_module("mlflow.tracking")
         self._entities = import_module("mlflow.entities")
@@ -98,7 +100,7 @@ class MLflow(Tracker):
         self._client = tracking.MlflowClient(tracking_uri=place or None)
 
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Find the run by its identifier or its root, or make one with the given settings."""
+        """Find the run by its identifier or its root, or create one with the given settings."""
         client = self._client
         self.run_id = run_id
         if not run_id:
@@ -121,7 +123,9 @@ class MLflow(Tracker):
         client.update_run(self.run_id, status="RUNNING")
 
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Send the points; sent twice they are stored twice with the same step and time."""
+        """Send the points; if they are sent twice, MLflow stores them twice, with the same step and
+        time.
+        """
         metrics = [
             self._entities.Metric(p.name, p.value, int(p.seconds * 1000), p.step) for p in points
         ]
@@ -129,7 +133,7 @@ class MLflow(Tracker):
             self._client.log_batch(self.run_id, metrics=metrics[i : i + _BATCH])
 
     def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Write how the run ended."""
+        """Set the final status of the run."""
         if has_ended:
             status = "FAILED" if has_failed else "FINISHED"
             self._client.set_terminated(self.run_id, status=status)
@@ -145,7 +149,7 @@ class WeightsAndBiases(Tracker):
         self._groups: set[str] = set()
 
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Begin or resume the run, whose identifier follows from the root."""
+        """Begin or resume the run, whose identifier is derived from the root."""
         self.run_id = run_id or hashlib.sha256(self._root.encode()).hexdigest()[:16]
         self._run = self._wandb.init(
             project=self._project,
@@ -157,7 +161,7 @@ class WeightsAndBiases(Tracker):
         )
 
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Log the points of each group and step together, over the group's own axis."""
+        """Log the points of each group and step together, with the group's own axis."""
         rows: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
         for point in sorted(points, key=lambda p: (p.seconds, p.step)):
             rows[point.name.rpartition("/")[0], point.step][point.name] = point.value
@@ -169,15 +173,15 @@ class WeightsAndBiases(Tracker):
             self._run.log({**values, axis: step})
 
     def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Send the rest."""
+        """Send the remaining points."""
         self._run.finish(exit_code=int(has_failed))
 
 
 def open_tracker(target: str, root: str, *, experiment: str, name: str) -> Tracker:
-    """Return the tracker of an option: `tensorboard[=FOLDER]`, `mlflow[=URI]` or
+    """Return the tracker for an option: `tensorboard[=FOLDER]`, `mlflow[=URI]` or
     `wandb[=PROJECT]`.
 
-    `experiment` is that of MLflow; an empty `name` takes the last part of the root's path.
+    `experiment` is MLflow's; an empty `name` takes the last part of the root's path.
     """
     kind, _, place = target.partition("=")
     name = name or root.rpartition("/")[2]

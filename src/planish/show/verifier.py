@@ -1,4 +1,4 @@
-"""`planish verifier`: list verifiers, and try one before a run does."""
+"""The command `planish verifier`: lists verifiers, and tries one before a run uses it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from planish.verifiers.own import installed_verifiers
 
 MAX_EXAMPLES = 3
 GRADERS = {"math-verify": "planish.show.verifier:math_verify"}
-"""Graders of other projects, to functions that call them."""
+"""Name of another project's grader to the function that calls it."""
 
 
 def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[str]:
-    """Yield the verifiers or the result of a check; raise `Ended` if there are faults."""
+    """Yield the verifiers or the result of a check.
+
+    Raises:
+        Ended: the check found faults.
+    """
     if options.action == "list":
         yield from list_verifiers()
     elif options.action == "compare":
@@ -45,7 +49,10 @@ def list_verifiers() -> Iterator[str]:
 def check(name: str, data: str, timeout_seconds: float) -> Iterator[str]:
     """Yield the result of the contract, or a built-in verifier's verdicts on the rows of `data`.
 
-    A call takes at most `timeout_seconds`. Raises `Ended` if there are faults.
+    A call takes at most `timeout_seconds`.
+
+    Raises:
+        Ended: there are faults.
     """
     cases = read_cases(data) if data else []
     if split_name(name)[0] in VERIFIERS:
@@ -68,7 +75,7 @@ def check(name: str, data: str, timeout_seconds: float) -> Iterator[str]:
 
 
 def math_verify(response: str, answer: str) -> float:
-    """Grade by math-verify alone, without our rules; runs in a child process."""
+    """Return the verdict of math-verify alone, without our rules; runs in a child process."""
     import math_verify as library
 
     truth, said = (library.parse(text, parsing_timeout=None) for text in (answer, response))
@@ -78,7 +85,7 @@ def math_verify(response: str, answer: str) -> float:
 def compare(name: str, other: str, data: str, timeout_seconds: float) -> Iterator[str]:
     """Yield the rows of `data` that two verifiers judge differently, and their number.
 
-    `other` is any verifier, or `math-verify` by its own rules.
+    `other` is any verifier, or `math-verify`, which stands for its rules without ours.
     """
     names = name, GRADERS.get(other, other)
     for each in names:
@@ -100,7 +107,9 @@ def compare(name: str, other: str, data: str, timeout_seconds: float) -> Iterato
 def _check_built_in(
     name: str, cases: Sequence[VerifierCase], options: VerifierOptions
 ) -> Iterator[str]:
-    """Yield how many rows are right, wrong and not judgeable; scores that differ are faults."""
+    """Yield the numbers of rows that are right, wrong and not judgeable; differing scores are
+    faults.
+    """
     check_verifier(name)
     kinds: dict[str, list[str]] = defaultdict(list)
     faults = []

@@ -1,4 +1,4 @@
-"""Delete the objects that a run leaves in a namespace."""
+"""Deletes the objects that a run leaves in a namespace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planish.submit.server import ENDED, Kubeflow
 
 
 def delete_labelled(kube: Kube, selector: str) -> list[str]:
-    """Delete the jobs and services with these labels and return their names."""
+    """Delete the jobs and services with these labels; return their names."""
     gone = []
     for launcher, (group, version, plural) in RESOURCES.items():
         place = (group, version, kube.namespace, plural)
@@ -29,7 +29,9 @@ def delete_labelled(kube: Kube, selector: str) -> list[str]:
 
 
 def clean_up(server: Kubeflow, kube: Kube, run_id: str) -> list[str]:
-    """End a run that is still alive and delete what it created; return what was done."""
+    """End a run that is still alive and delete the objects that it created; return a line for each
+    action.
+    """
     state = server.terminate(run_id)
     word = "had ended" if state in ENDED else "is told to end, it was"
     gone = delete_labelled(kube, f"{RUN_LABEL}={run_id},{STAGE_LABEL}")

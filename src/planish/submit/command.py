@@ -1,6 +1,6 @@
 """Commands `planish submit`, `schedule`, `upload`, `status`, `logs`, `stop`, `avoid`, `cleanup`.
 
-They yield lines for the caller to print, and import the client of Kubeflow only when they run.
+Commands yield lines for the caller to print, and import the Kubeflow client only when they run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from planish.submit.server import Kubeflow
 
 SERVICE_ACCOUNT = "planish-runner"
-"""Account of the pods of a run; the manifests create it."""
+"""Service account of a run's pods; the manifests create it."""
 
 Progress = Callable[[str, int, int], None]
-"""Callback with a text, steps done and steps in all; commands here do not count steps."""
+"""Function that is called with a text, steps done and steps in all; these commands do not call
+it."""
 
 Lines = Iterator[Table | str]
 """Output of a command, piece by piece."""
@@ -109,9 +110,7 @@ def _add_operations(commands: Any, server: argparse.ArgumentParser) -> None:
 
 
 def placement_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `set_placement` (may be repeated), `set_network` and
-    `set_gpu_nodes`.
-    """
+    """Add the options of `set_placement` (may be repeated), `set_network` and `set_gpu_nodes`."""
     for option, metavar, text in (
         ("--image-pull-secret", "NAME", "secret that opens the registry of the images"),
         ("--toleration", "KEY[=VALUE][:EFFECT]", "of every pod, for nodes with a taint"),
@@ -189,7 +188,7 @@ def _pipeline(options: argparse.Namespace, what: str) -> CompiledPipeline:
 
 
 def start(options: argparse.Namespace) -> Lines:
-    """Start a run, or a recurring one, and yield its id."""
+    """Start a run or a schedule of runs, and yield its id."""
     from planish.submit.parameters import (
         check_root,
         check_settings,
@@ -229,7 +228,7 @@ def start(options: argparse.Namespace) -> Lines:
 
 
 def _described(options: argparse.Namespace) -> tuple[Kubeflow, str]:
-    """Connect, say where runs go, and return the namespace that requests must name."""
+    """Connect, print where runs go, and return the namespace that requests must have."""
     server = _connected(options)
     sys.stderr.write(f"{server.describe(server.namespace_of_runs(options.namespace))}\n")
     return server, options.namespace if server.is_multi_user else ""
@@ -241,7 +240,7 @@ def _shown(pipeline: CompiledPipeline, settings: Mapping[str, Any]) -> Lines:
 
 
 def upload(options: argparse.Namespace) -> Lines:
-    """Upload a pipeline or another version of it, and yield both ids."""
+    """Upload a pipeline or a new version of it, and yield both ids."""
     pipeline = _pipeline(options, options.what)
     stem = options.pipeline.stem if options.pipeline else f"{options.what}-{options.profile}"
     name = options.name or stem
@@ -255,7 +254,9 @@ def upload(options: argparse.Namespace) -> Lines:
 
 
 def status(options: argparse.Namespace) -> Lines:
-    """Yield the state of a run, its tasks if known, and the last line of each running task."""
+    """Yield the state of a run, the tasks that Kubeflow reports, and the last line of each running
+    task.
+    """
     from planish.submit.root import running
     from planish.submit.status import task_rows
 
@@ -295,7 +296,7 @@ def _root_of(options: argparse.Namespace) -> str:
 
 
 def logs(options: argparse.Namespace) -> Lines:
-    """Yield the last lines of the tasks of a run, and new lines with `--follow`."""
+    """Yield the last lines of a run's tasks; with `--follow` also new lines."""
     from planish.submit import root as of_root
     from planish.submit.server import ENDED
 
@@ -318,14 +319,14 @@ def logs(options: argparse.Namespace) -> Lines:
 
 
 def stop(options: argparse.Namespace) -> Lines:
-    """End a run or let it go on; yield the object that was written or deleted, and the effect."""
+    """Write or delete the stop file of a run; yield its URI and the effect."""
     from planish.submit.root import stop
 
     yield from stop(_root_of(options), undo=options.undo)
 
 
 def avoid(options: argparse.Namespace) -> Lines:
-    """Make runs avoid a node or use it again; yield the object that was written or deleted."""
+    """Add a node to the avoided nodes or remove it; yield the URI of the object and the action."""
     from planish.submit.root import avoid
 
     yield from avoid(options.root, options.node, undo=options.undo)

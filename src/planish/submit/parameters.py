@@ -1,4 +1,4 @@
-"""Parameters of a run: parsed by type and checked before any request; names of the run."""
+"""Parameters of a run: parsing, checks before any request, default names."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from planish.submit.pipeline import CompiledPipeline
 def parse_parameters(
     pairs: Sequence[str], inputs: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Parse `key=value` pairs as the types of the public parameters of a pipeline.
+    """Parse `key=value` pairs with the types of a pipeline's public parameters.
 
-    `chain.key=value` sets one key of the JSON of `chain`.
+    `chain.key=value` sets one key in the JSON of `chain`.
     """
     faults: list[str] = []
     parsed: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def parse_parameters(
 
 
 def check_root(root: str) -> str:
-    """Return the root without a slash at its end."""
+    """Return the root without a slash at its end; refuse a path of this machine."""
     if "://" not in root:
         raise ConfigError(
             f"the root must be a URI like s3://bucket/prefix, got {root!r}; pods see no folder of "
@@ -73,7 +73,7 @@ def check_root(root: str) -> str:
 
 
 def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str, Any]:
-    """Return run parameters with the columns of the data set among their overrides."""
+    """Return run parameters whose overrides contain the column map of the data set."""
     parameters = dict(parameters)
     for name, value in parameters.items():
         if isinstance(value, str) and redact(value) != value:
@@ -91,9 +91,10 @@ def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str,
 
 
 def with_local_file(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return run parameters with a TOML file of this machine among their overrides.
+    """Return run parameters whose overrides contain the settings of a local TOML file.
 
-    Pods cannot read the file; a path that does not exist here may be a path in the pods.
+    Pods cannot read the file. If the path does not exist here, it may be a path in the pods and
+    stays.
     """
     path = Path(parameters.get("config", ""))
     if not path.is_file():
@@ -107,8 +108,8 @@ def check_settings(
 ) -> list[str]:
     """Refuse settings that the pods of a pipeline cannot run; return warnings.
 
-    With `asks` it also reads missing facts from the hub or a store, without fetching a model or
-    data set.
+    With `asks` the check reads missing facts from the hub or a store, without downloading a model
+    or data set.
     """
     keys = ("preset", "config", "overrides", "model", "dataset", "seed")
     given = {key: parameters.get(key, pipeline.inputs[key]["defaultValue"]) for key in keys}
@@ -143,7 +144,7 @@ def check_settings(
     try:
         shape = find_shape(config)
     except (PlanishError, OSError) as error:
-        # The model may lie where pods can read and this machine can not.
+        # The model may be in a place that only pods can read.
         return [*warnings, f"only `prepare` will count the memory of the model: {error}"]
     faults, tight = memory_faults(config, shape, demands(config, shape, requests))
     if faults:
@@ -152,19 +153,19 @@ def check_settings(
 
 
 def pipeline_root(root: str) -> str:
-    """Return the URI for Kubeflow's artifacts of a run: beside the root, in its bucket."""
+    """Return the URI for Kubeflow's artifacts of a run, in the bucket of the root."""
     scheme, _, path = root.partition("://")
     return f"s3://{path.partition('/')[0]}/kfp" if scheme == "s3" else ""
 
 
 def default_experiment(root: str) -> str:
-    """Return the experiment of a run: the first folder of its root, else the bucket."""
+    """Return the default experiment of a run: the first folder of its root, else the bucket."""
     bucket, *folders = root.partition("://")[2].strip("/").split("/")
     return folders[0] if len(folders) > 1 else bucket
 
 
 def default_name(parameters: Mapping[str, Any], *, recurs: bool = False) -> str:
-    """Return the name of a run; a schedule has no place in the chain."""
+    """Return the default name of a run; runs of a schedule have no fixed number in the chain."""
     index = parse_chain(parameters.get("chain", "")).index
     place = f"#{index}" if not recurs and index >= 0 else ""
     return title(parameters["root"], parameters["preset"], place)

@@ -1,6 +1,6 @@
-"""Compiled pipelines that ship with the package, and the changes that are still possible.
+"""Compiled pipelines that come with the package, and the changes that a submission can make.
 
-Everything else, such as the number of shards, is fixed when a pipeline is compiled.
+All other properties, such as the number of shards, are fixed when a pipeline is compiled.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from planish.run.gang.manifests import GANG_ENV, Network
 NAMES = ("post-train", "reshard")
 
 IMAGES = ("core", "monitor", "rollout", "train")
-"""Images of pods; a reference ends with the name of its image."""
+"""Names of the pods' images; a reference ends with the name of its image."""
 
 HUB_VARIABLE = "HF_TOKEN"
-"""Variable that the hub secret fills, in the pods that fetch models and data sets."""
+"""Environment variable that the hub secret sets, in the pods that download models and data sets."""
 
 VLLM_VARIABLE = "VLLM_CACHE_ROOT"
-"""Variable with the folder of vLLM's compiled kernels, in the pods with GPUs."""
+"""Environment variable with the folder of vLLM's compiled kernels, in the pods with GPUs."""
 
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
@@ -37,20 +37,20 @@ GPU = "nvidia.com/gpu"
 """Resource that pods with GPUs request."""
 
 CACHE = "/cache"
-"""Mount path of the claim for models and data sets; `model.path` may name a folder in it."""
+"""Mount path of the volume claim for models and data sets; `model.path` may name a folder in it."""
 
 MAX_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class CompiledPipeline:
-    """A compiled pipeline; the functions that change it do so in place."""
+    """A compiled pipeline; the functions that change it work in place."""
 
     heading: str
-    """Comment lines before the documents."""
+    """Comment lines before the YAML documents."""
     spec: dict[str, Any]
     platform: dict[str, Any]
-    """The document of Kubernetes settings."""
+    """The YAML document of Kubernetes settings."""
 
     def text(self) -> str:
         """Return the YAML; without changes it equals the file."""
@@ -59,12 +59,12 @@ class CompiledPipeline:
 
     @property
     def name(self) -> str:
-        """Name that it was compiled with."""
+        """Name with which the pipeline was compiled."""
         return str(self.spec["pipelineInfo"]["name"])
 
     @property
     def inputs(self) -> Mapping[str, Mapping[str, Any]]:
-        """Public parameters by name, with `parameterType` and `defaultValue`."""
+        """Public parameters: name to a table with `parameterType` and `defaultValue`."""
         inputs: Mapping[str, Mapping[str, Any]] = self.spec["root"]["inputDefinitions"]
         return inputs["parameters"]
 
@@ -74,7 +74,9 @@ class CompiledPipeline:
             yield component.get("dag", {}).get("tasks", {})
 
     def constants(self, task: str) -> dict[str, Any]:
-        """Return the inputs of a task by name, whose constants may be replaced."""
+        """Return the inputs of a task with constant values, by name; callers may replace the
+        constants.
+        """
         (found,) = (tasks[task] for tasks in self.tasks() if task in tasks)
         inputs: dict[str, Any] = found["inputs"]["parameters"]
         return {
@@ -96,7 +98,7 @@ def profiles() -> list[str]:
 
 
 def _folder() -> Any:
-    """Return the folder of the files, which may lie in an archive and so is no `Path`."""
+    """Return the folder of the files, which may be inside an archive and is therefore no `Path`."""
     return resources.files("planish.submit") / "compiled"
 
 
@@ -139,10 +141,10 @@ def parse(text: str) -> CompiledPipeline:
 
 
 def parse_images(words: Sequence[str]) -> dict[str, str]:
-    """Return image names to references, from `name=reference` or from a common prefix.
+    """Return image name to reference, from `name=reference` or from a common prefix.
 
-    The prefix is a folder of a registry; the tag is the version of this package unless one follows
-        a colon.
+    The prefix is a folder of a registry. The tag is the version of this package, unless the prefix
+    has a tag after a colon.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -150,7 +152,7 @@ def parse_images(words: Sequence[str]) -> dict[str, str]:
         place, slash, last = name.rpartition("/")
         repository, _, tag = last.partition(":")
         if not equals and repository.strip() and repository not in IMAGES:
-            # A colon before the last slash stands before a port.
+            # A colon before the last slash belongs to a port.
             folder, tag = f"{place}{slash}{repository}", tag or __version__
             found.update({each: f"{folder}/{each}:{tag}" for each in IMAGES})
         elif name in IMAGES and reference.strip():
@@ -164,14 +166,14 @@ def parse_images(words: Sequence[str]) -> dict[str, str]:
 
 
 def set_images(pipeline: CompiledPipeline, references: Mapping[str, str]) -> None:
-    """Replace the images of pods, by name."""
+    """Replace the images of pods; `references` maps an image's name to its new reference."""
     for container, _ in pipeline.pods():
         name = container["image"].partition("@")[0].rpartition("/")[2].partition(":")[0]
         container["image"] = references.get(name, container["image"])
 
 
 def set_secrets(pipeline: CompiledPipeline, *, store: str = "", hub: str = "") -> None:
-    """Set the names of the secrets for store and hub; empty keeps a name."""
+    """Set the names of the secrets for store and hub; an empty name changes nothing."""
     for _, pod in pipeline.pods():
         for secret in pod.get("secretAsEnv", []):
             variables = {key["envVar"] for key in secret["keyToEnv"]}
@@ -182,7 +184,8 @@ def set_secrets(pipeline: CompiledPipeline, *, store: str = "", hub: str = "") -
 
 
 def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
-    """Give pods a volume for their downloads, and pods with GPUs for vLLM's compiled kernels.
+    """Mount a volume claim for downloads in pods, and for vLLM's compiled kernels in pods with
+    GPUs.
 
     Later pods reuse both. An empty claim changes nothing.
     """
@@ -204,7 +207,7 @@ def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
 
 
 def parse_toleration(text: str) -> dict[str, str]:
-    """Return a toleration of `KEY[=VALUE][:EFFECT]`, as `kubectl taint` writes taints."""
+    """Return the toleration for `KEY[=VALUE][:EFFECT]`, the form of taints in `kubectl taint`."""
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
     if not key or effect not in ("", *EFFECTS):
@@ -249,10 +252,10 @@ def set_placement(
 
 
 def set_network(pipeline: CompiledPipeline, path: Path | None) -> None:
-    """Set the network of a gang's pods from a TOML file; None is no file.
+    """Set the network of a gang's pods from a TOML file; None changes nothing.
 
     Raises:
-        ConfigError: the file is no `Network`, or no pods of the pipeline train together.
+        ConfigError: the file is not a `Network`, or no pods of the pipeline train together.
     """
     if path is None:
         return
@@ -271,9 +274,11 @@ def set_network(pipeline: CompiledPipeline, path: Path | None) -> None:
 def set_gpu_nodes(
     pipeline: CompiledPipeline, *, gpus: int = 0, cpus: int = 0, gibibytes: int = 0, label: str = ""
 ) -> None:
-    """Set the resources of one GPU machine for pods; 0 and "" keep the profile's values.
+    """Set the size of a GPU machine, from which pods take their resources; 0 and "" keep the
+    profile's.
 
-    A pod with all GPUs of the machine requests all resources, a pod with fewer its part.
+    A pod with all GPUs of the machine requests all of its resources, a pod with fewer GPUs its
+    share.
 
     Args:
         gpus: GPUs of a machine.
@@ -342,7 +347,7 @@ def set_gpu_nodes(
 
 
 def _as_compiled(own: Mapping[str, str]) -> dict[str, Any]:
-    """Return requests of a pod as kfp writes them: as text, and in cores and 10**9 bytes."""
+    """Return a pod's requests in kfp's form: as text, and as numbers in cores and 10**9 bytes."""
     size = int(own["memory"].removesuffix("Gi")) * 2**30 / 10**9
     return {
         "cpuRequest": float(own["cpu"]),
@@ -353,7 +358,7 @@ def _as_compiled(own: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _gangs(pipeline: CompiledPipeline) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the variables that tell of pods that train together, and what they say."""
+    """Return the environment variables that describe gangs, with their parsed values."""
     return [
         (each, json.loads(each["value"]))
         for container, _ in pipeline.pods()
@@ -370,14 +375,14 @@ def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
 
 
 def _set_requests(pipeline: CompiledPipeline, **changes: Any) -> None:
-    """Change the description of the pods that `prepare` gets."""
+    """Change entries of the description of pods that `prepare` gets."""
     requests = pipeline.constants("prepare")["requests"]
     table = {**json.loads(requests["constant"]), **changes}
     requests["constant"] = json.dumps(table, sort_keys=True)
 
 
 def iterations_text(first: int, last: int) -> str:
-    """Return the name of a box of iterations on the page of a run.
+    """Return the name of a box of iterations in Kubeflow's graph.
 
     Example:
         >>> iterations_text(5, 5)
@@ -392,12 +397,12 @@ def _inputs(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_iteration(task: Mapping[str, Any]) -> int:
-    """Return the iteration that a task belongs to or begins with; 0 for others."""
+    """Return the iteration to which a task belongs or with which it begins; 0 for other tasks."""
     return int(_inputs(task).get("number", {}).get("runtimeValue", {}).get("constant", 0))
 
 
 def cut(pipeline: CompiledPipeline, iterations: int) -> None:
-    """Keep the first iterations of a run only."""
+    """Remove all but the first iterations of a run."""
     number = pipeline.constants("prepare")["num_iterations"]
     compiled = int(number["constant"])
     if not 1 <= iterations <= compiled:

@@ -1,4 +1,4 @@
-"""Operator's objects below the root of a run: logs, the stop file, avoided nodes."""
+"""Objects below a run root that operators use: logs, the stop file, avoided nodes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _PARTS = {
     "iterate": ("rollout", "evaluate", "reward", "train", "checkpoint"),
     "next_run": ("next",),
 }
-"""Tasks whose logs have other names -> the stages that write them."""
+"""Tasks whose logs have other names, each with the stages that write these logs."""
 
 
 def stop(root: str, *, undo: bool = False) -> list[str]:
-    """Make a run end after its iteration, or undo that; return the action and its effect."""
+    """Make a run end after its present iteration, or undo that; return the action and its
+    effect.
+    """
     root = normal_uri(root)
     uri = layout.stop_file(root)
     if not store.exists(layout.run_file(root)):
@@ -85,14 +87,14 @@ def _logs(folder: str) -> Iterator[tuple[str, re.Match[str]]]:
 
 
 def _is_asked(found: re.Match[str], stage: str, iteration: int) -> bool:
-    """Tell whether a log is of a stage and an iteration as in `logs`."""
+    """Return whether a log belongs to a stage and an iteration, with the meanings of `logs`."""
     word = stage.replace("-", "_")
     is_stage = not word or found["stage"] in _PARTS.get(word, (word,))
     return is_stage and iteration in (-1, int(found["iteration"]))
 
 
 def _attempts(folder: str, stage: str, iteration: int) -> list[_Attempt]:
-    """Return those of a stage and an iteration as in `logs`, in the order of their starts."""
+    """Return the attempts of a stage and an iteration, as in `logs`, ordered by their start."""
     attempts = []
     for uri, found in _logs(folder):
         if _is_asked(found, stage, iteration):
@@ -104,7 +106,7 @@ def _attempts(folder: str, stage: str, iteration: int) -> list[_Attempt]:
 
 
 def _silent(folder: str, stage: str, iteration: int) -> Iterator[str]:
-    """Yield a line for each task of a stage and an iteration that is over."""
+    """Yield a line for each ended task of a stage and an iteration that has written no log."""
     for uri in store.list_uris(folder):
         name = uri.rpartition("/")[2].removesuffix(".json")
         found = _LOG.fullmatch(f"{name}-0.txt")
@@ -121,14 +123,14 @@ def _checked_folder(root: str, num_lines: int) -> str:
 
 
 def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40) -> Iterator[str]:
-    """Yield the last lines of task attempts, each below a line that names the attempt.
+    """Yield the last lines of task attempts, each after a line that names the attempt.
 
     Args:
         root: URI or path of the run.
         stage: only this stage, or the stages of this task (`iterate`); empty for all.
         iteration: only this iteration, 0 for stages that run once; -1 for all. Without stage and
-                        iteration it shows failed attempts and the newest attempt.
-        num_lines: lines of each attempt.
+            iteration, failed attempts and the newest attempt are shown.
+        num_lines: number of lines of each attempt.
 
     Raises:
         ObjectMissing: no such attempt has written anything yet.
@@ -165,10 +167,10 @@ def running(root: str) -> Iterator[str]:
 
 
 def open_alerts(root: str) -> dict[str, str]:
-    """Return what is said of machines that are not well now, by the URI of the alert."""
+    """Return a text for each open alert on machines of a run, by the alert's URI."""
     found = {}
     for uri in store.list_uris(layout.alerts(root)):
-        # What is no alert is left out.
+        # Objects that are not alerts are left out.
         with contextlib.suppress(RecordError, KeyError, TypeError):
             alert = {"state": "", **read_json(uri)}
             if alert["state"] != "resolved":
@@ -189,7 +191,7 @@ def follow(
     """Yield lines as tasks write them until the run has ended.
 
     Attempts that ended before are left out, except the newest. `has_ended` is called before each
-        read; the other arguments are those of `logs`.
+    read; the other arguments are those of `logs`.
     """
     folder = _checked_folder(root, num_lines)
     shown: dict[str, int] = {}
@@ -205,7 +207,7 @@ def follow(
             if attempt.uri in complete:
                 continue
             if attempt.state in ("done", "failed") and attempt.uri in shown:
-                complete.add(attempt.uri)  # its lines come before the next look
+                complete.add(attempt.uri)  # its last lines are read below, before the next pass
             lines = attempt.lines()
             begin = shown.get(attempt.uri, max(0, len(lines) - num_lines) if is_first else 0)
             if lines[begin:] and attempt.uri != shown_last:
@@ -220,6 +222,6 @@ def follow(
 
 
 def has_report(root: str) -> bool:
-    """Tell whether the last stage of a run, its report, is done."""
+    """Return whether the last stage of a run, its report, is done."""
     uri = layout.stage_log(normal_uri(root), "report", 0, 0)
     return store.exists(uri) and read_json(uri).get("state") == "done"

@@ -1,9 +1,9 @@
-"""A Kubeflow Pipelines server: finding it, the namespace of its runs, and requests to it.
+"""A Kubeflow Pipelines server: connection, namespace of its runs, requests.
 
 Source: kubeflow/pipelines 2.17.0. `backend/api/v2beta1/healthz.proto` has `multi_user`, which the
-server of the UI passes on. By `ReplaceNamespace` of
-`backend/src/apiserver/resource/resource_manager.go` a server for one user puts every run into its
-own namespace, whatever the request says.
+server of the UI also returns. By `ReplaceNamespace` of
+`backend/src/apiserver/resource/resource_manager.go`, a server for one user puts every run into its
+own namespace, whatever namespace the request has.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ from planish.submit.pipeline import CompiledPipeline
 
 TIMEOUT_SECONDS = 10
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
-"""States that a run does not leave."""
+"""Final states of a run."""
 
 PROXY = "/api/v1/namespaces/{}/services/ml-pipeline:http/proxy"
-"""Path of the Kubernetes API server that forwards to Kubeflow's API server, by namespace."""
+"""Path, by namespace, at which the Kubernetes API server forwards to Kubeflow's API server."""
 
 
 @dataclass(frozen=True)
 class Kubeflow:
-    """A server that has answered."""
+    """A Kubeflow server that has answered a request."""
 
     client: Any
-    """An `ApiClient` of the generated client, which has no types."""
+    """`ApiClient` of the generated client, which has no types."""
     url: str
-    """Address for people, without user and password."""
+    """URL for people, without user and password."""
     is_multi_user: bool
-    """Runs of a server for several users live in the namespaces of their profiles."""
+    """True if the server is for several users; runs are then in the namespaces of their
+    profiles."""
     namespace: str
     """Namespace in which Kubeflow itself runs."""
 
     def namespace_of_runs(self, wanted: str) -> str:
-        """Return the namespace of the pods of runs; `wanted` is the caller's choice, or empty."""
+        """Return the namespace of a run's pods; `wanted` is the caller's choice, or empty."""
         if self.is_multi_user and not wanted:
             raise ConfigError(
                 "`--namespace` must name the namespace of your profile, got none; the Kubeflow at "
@@ -76,12 +77,14 @@ class Kubeflow:
         return wanted or self.namespace
 
     def describe(self, namespace: str) -> str:
-        """Return one line for the person who submits."""
+        """Return a line that tells the user where runs go."""
         users = "several users" if self.is_multi_user else "one user"
         return f"Kubeflow at {self.url} serves {users}: runs go to namespace {namespace}"
 
     def asked(self) -> contextlib.AbstractContextManager[None]:
-        """Turn refusals of the server into ConfigError, and its failures into ClusterError."""
+        """Convert refusals of the server in the block into ConfigError, and failures into
+        ClusterError.
+        """
         return asking(self.url)
 
     def experiment(self, name: str, namespace: str) -> str:
@@ -105,7 +108,7 @@ class Kubeflow:
         namespace: str = "",
         service_account: str = "",
     ) -> str:
-        """Start one run and return its id; the namespace is that of a profile, or empty."""
+        """Start one run and return its id; the namespace is a profile's namespace, or empty."""
         facts = KubeflowRun(
             experiment_id=self.experiment(experiment, namespace),
             parameters=parameters,
@@ -127,9 +130,10 @@ class Kubeflow:
         namespace: str = "",
         service_account: str = "",
     ) -> str:
-        """Start a recurring run, one at a time and without catching up; return its id.
+        """Start a schedule of runs, one at a time and without catching up; return its id.
 
-        Every run of the schedule takes the first unfinished place of the chain on the same root.
+        Every run of the schedule continues the chain on the same root, at the first unfinished
+        number.
         """
         check_times(cron, interval_seconds)
         trigger = api.V2beta1Trigger(
@@ -162,7 +166,7 @@ class Kubeflow:
     def upload(
         self, pipeline: CompiledPipeline, *, name: str, version: str = "", namespace: str = ""
     ) -> tuple[str, str]:
-        """Upload a pipeline, or another version of it, unless the server has it already.
+        """Upload a pipeline, or a new version of it, unless the server has it already.
 
         An empty `version` is derived from the digest of the YAML.
 
@@ -198,11 +202,15 @@ class Kubeflow:
         return pipeline_id, str(sent.pipeline_version_id)
 
     def run(self, run_id: str) -> Any:
-        """Return a run in the API's form, with the tasks that have begun."""
+        """Return a run in the API's form, with the tasks that have started."""
         return api.RunServiceApi(self.client).run_service_get_run(run_id)
 
     def wait(self, run_id: str, *, timeout_seconds: float, poll_seconds: float = 5.0) -> str:
-        """Wait for the end of a run and return its state; ClusterError: it did not end in time."""
+        """Wait for the end of a run and return its state.
+
+        Raises:
+            ClusterError: the run did not end in time.
+        """
         end = time.monotonic() + timeout_seconds
         while (state := str(self.run(run_id).state)) not in ENDED:
             if time.monotonic() >= end:
@@ -214,14 +222,14 @@ class Kubeflow:
         return state
 
     def terminate(self, run_id: str) -> str:
-        """End a run that is still alive; return its state before."""
+        """End a run that is still alive; return the state that it had before."""
         if (state := str(self.run(run_id).state)) not in ENDED:
             api.RunServiceApi(self.client).run_service_terminate_run(run_id)
         return state
 
 
 def check_times(cron: str, interval_seconds: int) -> None:
-    """Refuse a schedule without exactly one rule."""
+    """Refuse a schedule that does not have exactly one rule."""
     if bool(cron) == bool(interval_seconds):
         raise ConfigError("a schedule must have either --cron or --interval-seconds")
     if cron and len(cron.split()) != 6:
@@ -246,11 +254,11 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
     Args:
         host: URL of the server or of its UI; empty to look for one.
         kfp_namespace: namespace of Kubeflow.
-        token: identity for a server of several users; empty takes the token that Kubeflow
-                        mounts in its pods.
+        token: identity for a server for several users; empty takes the token that Kubeflow
+            mounts in its pods.
     """
     settings = api.Configuration(host="")
-    # One question tells whether somebody is there; urllib3 logs each of its own further tries.
+    # One request shows whether a server answers; urllib3 would log each of its retries.
     logging.disable(logging.WARNING)
     try:
         host = host or os.environ.get("KF_PIPELINES_ENDPOINT", "")
@@ -280,13 +288,13 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
 
 
 def _load_kubeconfig(settings: Any, kfp_namespace: str) -> None:
-    """Go through the API server of Kubernetes, as the account of the kubeconfig."""
+    """Connect through the API server of Kubernetes, with the account of the kubeconfig."""
     kubeconfig.load_kube_config(client_configuration=settings)
     url = settings.host + PROXY.format(kfp_namespace)
     renew = settings.refresh_api_key_hook
 
     def renew_token(found: Any) -> None:
-        # Before each request the hook of Kubernetes writes its own server here too.
+        # Before each request the hook of Kubernetes also sets its own host, which is replaced here.
         if renew is not None:
             renew(found)
         found.host = url

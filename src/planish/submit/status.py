@@ -1,7 +1,7 @@
 """The tasks of a run in the order of its graph.
 
-Kubeflow Pipelines 2.17 lists every node of the workflow: a driver and an executor beside each task,
-in no order, and the year 1 as the end of unfinished nodes.
+Kubeflow Pipelines 2.17 lists every node of the workflow, without an order: a driver and an executor
+for each task. An unfinished node has an end time in the year 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def task_names(spec: Mapping[str, Any], component: str = "") -> Iterator[tuple[s
 
 
 def task_rows(run: Any) -> list[list[str]]:
-    """Return name, state, begin, end and error of each task of a run that has begun.
+    """Return name, state, start, end and error of each task of a run that has started.
 
     Tasks inside an iteration keep the names of the graph, which contain the iteration.
     """

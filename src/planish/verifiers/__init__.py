@@ -74,13 +74,15 @@ VERIFIERS: dict[str, str] = {
 CHECKS: dict[str, str] = {
     "python_tests": "planish.verifiers.isolated.python_tests:check_isolation",
 }
-"""Name of a verifier to the `module:function` that checks whether this machine can run it."""
+"""Map from name of a verifier to the `module:function` that checks whether this machine can run
+it."""
 
 READS_FORMS = frozenset({"integer", "math"})
 """Verifiers that search for an answer in one of the `FORMS` first: `math/box`."""
 
 PARALLEL = frozenset({"python_tests"})
-"""Verifiers that start processes for each row; they judge one row per processor at once."""
+"""Verifiers that start processes for each row; they judge as many rows at once as there are
+processors."""
 
 _DEFAULTS = VerifierOptions()
 _MAX_ANSWER_CHARS = {"json_schema": 100_000, "python_tests": 1_000_000}
@@ -89,11 +91,11 @@ _UNUSABLE = {
     "python_tests": "answer_not_tests",
     "regex": "answer_not_a_pattern",
 }
-"""Reason if a built-in verifier fails on the empty response."""
+"""Reason codes by verifier, for verifiers that fail on the empty response."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return a built-in verifier and the answer form after its name, "" for the default form.
+    """Return the built-in verifier and the answer form of a name; the form is "" by default.
 
     Example:
         >>> split_name("math/box"), split_name("exact/box")
@@ -104,12 +106,12 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a name means a function of the user, which may be missing on this machine."""
+    """Return whether a name means a function of the user, which may be missing on this machine."""
     return is_reference(name) or name in installed_verifiers().keys() - VERIFIERS.keys()
 
 
 def find_verifier(name: str) -> Verifier:
-    """Return the verifier of a name: a built-in one, `package.module:function`, an entry point.
+    """Return the verifier for a name: built-in, an entry point, or `package.module:function`.
 
     Built-in names come first. No module of the user is imported into this process.
     """
@@ -181,7 +183,7 @@ def verify(
     except (ConfigError, VerifierFailure):
         raise
     except Exception:
-        # One bad row must not end a batch; the caller fails loudly when errors exceed its limit.
+        # One bad row must not end a batch; the caller raises if errors exceed its limit.
         logger.exception("verifier error name=%s answer=%r", name, clean_text(answer))
         return failed()
 
@@ -215,7 +217,7 @@ def verify_many(
 
 
 def answer_fault(name: str, answer: str) -> str | None:
-    """Return why a ground truth cannot be verified, or None.
+    """Return the reason code if a ground truth cannot be verified, else None.
 
     Returns:
         A reason code: `unknown_verifier`, `answer_empty`, `answer_too_long`,
@@ -224,7 +226,7 @@ def answer_fault(name: str, answer: str) -> str | None:
 
     Raises:
         ConfigError: the verifier does not work on this machine. Answers for a user's verifier
-                        are not checked.
+            are not checked.
     """
     from planish.verifiers.countdown import parse_countdown
 

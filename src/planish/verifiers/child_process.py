@@ -1,7 +1,7 @@
-"""A child process that answers JSON lines within a time limit, and is killed otherwise.
+"""A child process that answers JSON lines within a time limit, or else is killed.
 
-It does not know the meaning of requests; `own.py` and `isolated/` do. The child gets its own
-session, so that ending it also ends its descendants, and an environment without credentials.
+This module does not interpret requests; `own.py` and `isolated/` do. The child has its own session,
+so that ending it also ends its descendants, and an environment without credentials.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 START_SECONDS = 120.0
-"""Time limit of a child to import its libraries."""
+"""Seconds in which a child must have imported its libraries."""
 MAX_REPLY_BYTES = 65536
-"""A longer reply counts as a crash."""
+"""Longest reply in bytes; a longer reply counts as a crash."""
 WATCH_SECONDS = 0.1
-"""Interval between two checks of a watched child."""
+"""Seconds between two checks of a watched child."""
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
-"""Variables that a child gets; the keys of stores and hubs are not among them."""
+"""Environment variables that a child gets; no keys of stores or hubs are among them."""
 
 
 class ChildProcess:
@@ -32,8 +32,8 @@ class ChildProcess:
     Args:
         command: program that writes `{"outcome": "ready"}` or `{"error": ...}`, then one JSON
             line for each JSON line that it reads.
-        start_seconds: time it may take to become ready.
-        environment: variables beside `KEPT_ENVIRONMENT`.
+        start_seconds: seconds in which it must become ready.
+        environment: variables besides `KEPT_ENVIRONMENT`.
         max_reply_bytes: size limit of a reply.
         watch: returns the reason to end the child before it answers, or "".
     """
@@ -55,7 +55,7 @@ class ChildProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._received = b""
         self.ready: dict[str, Any] = {}
-        """The child's message when it became ready."""
+        """Message that the child sent when it became ready."""
 
     @property
     def pid(self) -> int | None:
@@ -66,7 +66,7 @@ class ChildProcess:
         """Start the child unless it runs.
 
         Raises:
-            OSError: it did not become ready and was ended; the text is the reason.
+            OSError: the child did not become ready and was ended; the message has the reason.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -97,7 +97,7 @@ class ChildProcess:
         """Send one request to the running child and return its reply.
 
         Raises:
-            TimeoutError: no reply in time.
+            TimeoutError: there was no reply in time.
             OSError: the child ended or sent an invalid reply; it was ended.
         """
         try:

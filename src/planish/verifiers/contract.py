@@ -1,9 +1,10 @@
 """The contract of a user's verifier, tested on hostile texts and on the user's rows.
 
-The verifier must return a number from 0 to 1 on any text, in time, the same number each time; and
-the scores of the rows. No check can tell whether the scores are worth training on.
+For any text, the verifier must return a number from 0 to 1 in time, and the same number each time.
+For the user's rows, it must return the expected scores. No check can tell whether the scores are
+worth training on.
 
-Use it in a test of your package::
+Use the contract in a test of your package::
 
     from planish.verifiers.contract import check_contract, read_cases
 
@@ -51,7 +52,7 @@ HOSTILE_TEXTS = (
 MAX_FAULTS = 10
 """Number of faults after which the check ends."""
 MAX_ANSWERS = 4
-"""Number of ground truths that are combined with every hostile text."""
+"""Most ground truths that are combined with every hostile text."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class VerifierCase:
     answer: str
     """Ground truth, as in the data set."""
     response: str | None = None
-    """A response; None: the ground truth itself."""
+    """The response; None: the ground truth serves as the response."""
     score: float | None = None
-    """Expected score, to 1e-6; None: any number from 0 to 1."""
+    """Expected score, compared to 1e-6; None: any number from 0 to 1."""
     extra: str = ""
     """Columns of the row as a JSON object."""
 
@@ -85,23 +86,23 @@ class ContractReport:
     num_calls: int
     """Number of calls of the function."""
     slowest_seconds: float
-    """Seconds of its slowest call, with the way to the child process and back."""
+    """Duration of the slowest call in seconds, with the transfer to the child process and back."""
     scores: tuple[float, ...]
-    """Scores of the rows, in order; empty if a fault ended the check before."""
+    """Scores of the rows, in order; empty if a fault ended the check earlier."""
     faults: tuple[str, ...]
     """Broken rules of the contract, one line each."""
     warnings: tuple[str, ...]
-    """Allowed mistakes: the function prints or forks."""
+    """Allowed mistakes, e.g. that the function prints or forks."""
 
 
 def read_cases(path: str | Path) -> list[VerifierCase]:
     """Read rows from a JSONL or Parquet file.
 
-    A row has `answer`, else `ground_truth` or, as in verl's files, `reward_model.ground_truth`. It
-        may have `response` and `score`.
+    The ground truth of a row is in `answer`, else in `ground_truth`, else in
+    `reward_model.ground_truth` (files of verl). A row may have `response` and `score`.
 
     Raises:
-        ConfigError: no such file, or malformed rows; the message names the first ones.
+        ConfigError: there is no such file, or rows are malformed; the message names the first ones.
     """
     cases, faults = [], []
     for place, row in _rows(Path(path)):
@@ -133,7 +134,9 @@ def read_cases(path: str | Path) -> list[VerifierCase]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and content of each row of a file; a `ValueError` for a line that is no JSON."""
+    """Yield place and content of each row of a file; the content is a `ValueError` for a line that
+    is not JSON.
+    """
     if path.suffix == ".parquet":
         from planish.records.parquet import read_batches
 
@@ -172,13 +175,13 @@ def check_contract(
     """Test a user's verifier on hostile texts and on rows.
 
     Two processes with different hash seeds run `cases`, in opposite orders. `timeout_seconds`
-        limits a call, like `reward.verifier_timeout_seconds`.
+    limits a call, like `reward.verifier_timeout_seconds`.
 
     Returns:
         The report; `faults` is empty if the verifier keeps the contract.
 
     Raises:
-        ConfigError: the name means no callable function.
+        ConfigError: the name does not mean a callable function.
     """
     if not 0 < timeout_seconds <= 600:
         raise ConfigError(f"`timeout_seconds` must be above 0, at most 600, got {timeout_seconds}")
@@ -198,7 +201,7 @@ def check_contract(
     seconds: list[float] = []
 
     def run(tried: Iterable[tuple[str, str, str]], seed: int) -> list[float]:
-        """Return the score of each call in a new process; NaN where it failed."""
+        """Return the score of each call in a new process; NaN for a failed call."""
         verifier = OwnVerifier(installed.get(name, name), environment={"PYTHONHASHSEED": str(seed)})
         scores = []
         try:

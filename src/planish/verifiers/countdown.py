@@ -37,8 +37,8 @@ def parse_countdown(answer: str) -> tuple[list[int], int] | None:
 def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Verdict:
     """Evaluate the expression of the response exactly.
 
-    The expression follows the last `Answer:` (or is boxed), else it is the last line that is not
-        empty. `expression=value` is accepted if the value is the target.
+    The expression follows the last `Answer:` or is in a box; otherwise it is the last line that is
+    not empty. `expression=value` is accepted if the value is the target.
     """
     task = parse_countdown(answer)
     if task is None:

@@ -27,7 +27,7 @@ _OPERATORS = {
 
 
 class ExpressionError(ValueError):
-    """The text is no arithmetic expression within the bounds."""
+    """The text is not an arithmetic expression within the bounds."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def evaluate(text: str, *, signs: bool = True) -> Expression:
         return result
 
     try:
-        # Python reads the marks, and a name in place of each number.
+        # Python parses the operators, with a name in place of each number.
         tree = ast.parse(_with_names(text, operands), mode="eval")
         return Expression(value(tree.body), tuple(operands), tuple(operators))
     except (SyntaxError, ZeroDivisionError) as error:
@@ -80,7 +80,9 @@ def evaluate(text: str, *, signs: bool = True) -> Expression:
 
 
 def _with_names(text: str, operands: list[Fraction]) -> str:
-    """Return an expression with `n0`, `n1`, ... for its numbers, which are added to `operands`."""
+    """Return the expression with names `n0`, `n1`, ... for its numbers, which go into
+    `operands`.
+    """
     text = text.translate(_SYNONYMS).rstrip()
     if len(text) > MAX_CHARS:
         raise ExpressionError(f"longer than {MAX_CHARS} characters")

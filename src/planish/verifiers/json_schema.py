@@ -1,9 +1,9 @@
 """Verifier that checks the JSON in a response against a schema, the row's ground truth.
 
 The check runs in a child process with the time limit of verifiers, since patterns in a schema may
-take forever. It fetches nothing: a `$ref` to another place makes the ground truth unusable.
+take forever. It downloads nothing: a `$ref` to another place makes the ground truth unusable.
 
-Source: JSON Schema, draft 2020-12 and those before it, as the library `jsonschema` checks them.
+Source: JSON Schema, draft 2020-12 and earlier drafts, as the library `jsonschema` checks them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from planish.verifiers.verdict import Verdict, VerifierOptions
 
 MAX_RESPONSE_CHARS = 200_000
 MAX_STARTS = 1000
-"""Number of places at which a response without a block is searched for a value."""
+"""Most places at which a response without a code block is searched for a value."""
 
 _BLOCK = re.compile(r"```[a-zA-Z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
 
 
 def verify_json_schema(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Right if the last JSON value of the response follows the schema `answer`."""
+    """A response is right if its last JSON value follows the schema `answer`."""
     reference = "planish.verifiers.json_schema:follows_schema"
     return shared_verifier(reference)(response, answer, options)
 
@@ -31,15 +31,15 @@ def verify_json_schema(response: str, answer: str, options: VerifierOptions) -> 
 def last_json(response: str) -> Any:
     """Return the last JSON value of a response.
 
-    It is the last block between triple backticks that is one value; without one the whole text;
-        otherwise the last complete object or list anywhere in it.
+    It is the last block between triple backticks that is one value. Without such a block it is the
+    whole text, or else the last complete object or list in the text.
 
     Example:
         >>> last_json('I think {"a": 1} or rather {"a": [2]}.')
         {'a': [2]}
 
     Raises:
-        ValueError: there is none. `NaN` and `Infinity` are no JSON.
+        ValueError: there is no value. `NaN` and `Infinity` are not JSON.
     """
 
     def refuse(name: str) -> Any:
@@ -84,6 +84,6 @@ def follows_schema(response: str, schema: str) -> bool:
         value = last_json(response)
     except ValueError:
         return False
-    # An empty registry: without one the library would fetch what `$ref` names.
+    # With an empty registry the library does not download the targets of `$ref`.
     registry: Registry[Any] = Registry()
     return bool(kind(rules, registry=registry).is_valid(value))

@@ -1,6 +1,6 @@
-"""Verdicts on responses by all verifiers that a run asks, as columns of rollouts keep them.
+"""Verdicts of all verifiers of a run on its responses, as columns of rollouts.
 
-A response is judged where it is sampled; whoever needs its verdict later reads it.
+A response is judged when it is sampled; other stages read the verdict.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from planish.records.rollouts import VERDICT, RolloutSet
 from planish.verifiers import Verdict, VerifierOptions, verify_many
 
 Verdicts = Mapping[str, Verdict]
-"""Name of each verifier to its verdict, that of the row first; empty where nobody has judged."""
+"""Map from verifier name to verdict, with the row's own verifier first; empty if the row is not
+judged."""
 
 _FLAGS = ("invalid", "error", "timeout")
 
 
 @dataclass(frozen=True)
 class Judging:
-    """How the stages of a run judge."""
+    """Verifiers and their options for all stages of a run."""
 
     options: VerifierOptions
     functions: tuple[str, ...] = ()
-    """Reward functions that judge besides the verifier of the row."""
+    """Names of reward functions that judge in addition to the verifier of the row."""
 
     @classmethod
     def of(cls, reward: Mapping[str, Any]) -> Judging:
-        """Return how a run judges; `reward` is the resolved section of that name."""
+        """Return the judging of a run from its resolved section `[reward]`."""
         names = tuple(function["name"] for function in reward.get("functions", ()))
         return cls(VerifierOptions.of(reward), names)
 
@@ -40,8 +41,8 @@ class Judging:
         """Return the verdicts on rows of (verifier, response, answer, extra).
 
         Raises:
-            ConfigError: a verifier is not here.
-            VerifierFailure: a verifier of the user hangs again and again.
+            ConfigError: a verifier is missing on this machine.
+            VerifierFailure: a user's verifier has hung too often in a row.
         """
         names = [list(dict.fromkeys((row[0], *self.functions))) for row in rows]
         calls = [(name, *row[1:]) for row, own in zip(rows, names, strict=True) for name in own]
@@ -49,9 +50,9 @@ class Judging:
         return [{name: next(found) for name in own} for own in names]
 
     def complete(self, rollouts: RolloutSet, rows: Iterable[int]) -> list[Verdicts]:
-        """Return the verdicts on each rollout, having judged those of `rows` that have none.
+        """Return the verdicts on all rollouts; judge those of `rows` that have none.
 
-        Where a verifier itself has failed, a server perhaps, it is asked once more. Raises as
+        A verifier that itself failed, e.g. because of a server, is called once more. Raises as
         `judge`.
         """
         verdicts = from_columns(rollouts)
@@ -65,7 +66,7 @@ class Judging:
 
 
 def score_of(verdict: Verdict) -> float:
-    """Return the score from 0 to 1 of a verdict."""
+    """Return the score of a verdict, 0 to 1."""
     return verdict.accuracy if verdict.score is None else verdict.score
 
 

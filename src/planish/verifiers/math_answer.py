@@ -1,7 +1,7 @@
-"""Find the final answer of a response and compare it: integers by rule, the rest in a child.
+"""Finds the final answer of a response and compares it: integers by rule, the rest in a child.
 
-It searches the whole response for the form that the prompt requests. Then it searches the last 300
-characters for the other forms, and for any answer that math-verify finds.
+The verifier searches the whole response for the form that the prompt requests. Then it searches the
+last 300 characters for the other forms, and for any answer that math-verify finds.
 
 Source: DAPO, arXiv 2503.14476, section 2.4 (rule-based reward) and its published normalisation.
 """
@@ -31,7 +31,7 @@ TAIL_CHARS = 300
 MAX_DIGITS = 64
 MAX_ANSWER_CHARS = 1000
 MAX_DEPTH = 16
-"""Maximum nesting of brackets in a comparison; the time to parse grows quickly with it."""
+"""Deepest nesting of brackets in a comparison, since the time to parse grows quickly with it."""
 
 FORMS = {"line": "`Answer:`", "box": r"`\boxed{}`", "hash": "`####`", "tags": "`<answer>`"}
 """Answer forms that prompts request, in the order in which responses are searched."""
@@ -53,7 +53,7 @@ _GRADED_AS = {
     "hiyouga/geometry3k": "box",
     "math_dapo": "line",
 }
-"""`data_source` of verl to the form that its published rule reads."""
+"""Map from `data_source` of verl to the form that verl's published rule reads."""
 
 _VALUE = re.compile(
     r"\$\$.+?\$\$|\$\s*\\(?:begin|boxed)\{(?:\\.|[^$\\])+\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{.+?\\end\{[^\n]*"
@@ -65,7 +65,7 @@ _CONTENT = {
     "hash": re.compile(r"####(?![ \t*]*[A-Za-z]{2})([^\n]*)"),
     "tags": re.compile(r"<answer>(?:((?:(?!<answer>).)*?)</answer>)?", re.DOTALL),
 }
-"""Forms that stand in one place."""
+"""Map from form to the pattern of its content, for forms whose content is in one place."""
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _INTEGRAL_DECIMAL = re.compile(r"([+-]?[0-9]+)\.0+")
@@ -76,12 +76,12 @@ _SPACED = (
     "(?<=[ '\u00a0\u2009\u202f][0-9]{3}))[ '\u00a0\u2009\u202f]"
     "(?=[0-9]{3}(?:[ '\u00a0\u2009\u202f][0-9]{3})*(?!\\w))"
 )
-"""Separators of groups of three digits."""
+"""Separators between groups of three digits."""
 _JOINED = "(?<![\\w.])[0-9]+(?:[-\u2010-\u2015][0-9]+){2,}(?![\\w.])"
 _OPAQUE = re.compile(
     f"{_JOINED}|[0-9][ap]m$|^[0-9]+[-\u2010-\u2015][0-9]+$|[0-9]_[0-9]", re.MULTILINE
 )
-"""What equals its own text alone: digits that hyphens join, a number with the index of its base."""
+"""Texts that equal only the same text, e.g. digits joined by hyphens, or a number with its base."""
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
@@ -99,7 +99,7 @@ _CURRENCY = re.compile(
 _DAY_HALF = (
     r"(?i)(?<=[0-9])(?:\s|\\[,;: ]|~)*(\\(?:text|mathrm|textrm)\{{\s*)?{}\.?\s?m\b\.?(?(1)\s*\}})"
 )
-"""What makes a time of day one before or after noon."""
+"""Pattern of the mark that makes a time of day one before or after noon."""
 _SIGNS = str.maketrans(
     {
         "\u00b2": "^2",
@@ -112,7 +112,7 @@ _SIGNS = str.maketrans(
         "\u2265": "\\ge ",
     }
 )
-"""Signs to what LaTeX writes for them."""
+"""Unicode sign to its LaTeX form."""
 _SURFACE = {
     r"\\?\$": "",
     r"\\varnothing\b": r"\\emptyset",
@@ -140,10 +140,11 @@ _SURFACE = {
     r"(?<![\w.,])([0-9]+) ([0-9]+)\s*/\s*([0-9]+)(?!\w)": r"\1\\frac{\2}{\3}",
     r"(?<=[0-9}])\s+(?=i(?![A-Za-z]))": "",
 }
-"""Parts without a value (degrees, units, wrappers, spaces), to their replacements."""
+"""Patterns of parts without a value (degrees, units, wrappers, spaces), each with its
+replacement."""
 _EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 _NAMED = re.compile(r"\|?\\?[A-Za-z][A-Za-z' ]*(?:_\w|_\{[^{}]*\})?'*(?:\(\w+\))?\|?|[^A-Za-z]*")
-"""Left side of a ground truth that is a name, or empty."""
+"""Left side of a ground truth that is a name or empty."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SPACE = re.compile(r"(?<![0-9A-Za-z.\s])\s+|\s+(?![0-9A-Za-z.\s])")
 _FUNCTION = re.compile(r"(?<![A-Za-z\\])[A-Za-z]'*\(\w+\)(?=\s*=)")
@@ -163,7 +164,7 @@ _UNIT_POWER = re.compile(
     rf"(?<![A-Za-z])({_LENGTHS}|s)(?:\^\{{?-?[1-3]\}}?|[23\u00b2\u00b3])(?!\w)"
 )
 
-# How an equation ends in a number.
+# Patterns for an equation that ends in a number.
 _IMPLIES = re.compile(
     r"\\(?:implies|iff|therefore|(?:Long)?[Rr]ightarrow)(?![A-Za-z])|=>|[\u21d2\u2234]"
     r"|\b(?:so|thus|hence|therefore)\b"
@@ -182,13 +183,14 @@ _MULTIPLE = re.compile(
     r"(?:_\w+|_\{[^{}]*\})?'*)(?![\w({])"
     r"(?:[^A-Za-z|!\\]|(?P=name))*|(?P<words>)[0-9.]+\s*[A-Za-z]{4,}(?: [A-Za-z]+)*"
 )
-"""The left side of an equation for one name, such as `2x`: its number is no value asked for."""
+"""Left side of an equation for a multiple of one name, such as `2x`; the right side is then no
+answer."""
 _CHOSEN = re.compile(
     r"\s*(?:option|choice)?\s*\(?(?-i:([A-Z]))(?:[).:]+(?!.*(?-i:\b[A-Z]\b)).*)?", re.I | re.S
 )
 """A choice by its letter, with or without its text, and no other letter."""
 
-# Words around one number.
+# Patterns for one number among words.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9,])|[0-9]+)(?:\.[0-9]+)?")
 _DECIMAL_COMMA = re.compile(r"(?<![0-9.,(\[{])([0-9]+),([0-9]{1,2}|[0-9]{4,})(?![0-9.,)\]}])")
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=[0-9])", re.IGNORECASE)
@@ -206,7 +208,7 @@ _STRANGE = re.compile(
     r"ln|sin|cos|tan|infinity|plus|minus|negative)\b",
     re.IGNORECASE | re.DOTALL,
 )
-"""Signs that a text is more than words around one number, which is replaced by 0."""
+"""Signs that a text is more than one number among words; the number itself is replaced by 0."""
 
 
 def asked_form(prompt: str, data_source: str = "") -> str | None:
@@ -224,10 +226,9 @@ def asked_form(prompt: str, data_source: str = "") -> str | None:
 def extract_answer(response: str, form: str = "line") -> str | None:
     """Return the text of the final answer in one of the `FORMS`; None if no form occurs.
 
-    In each form the last match counts. If it is empty or cut off, the result is empty: there is no
-        answer, and the match before does not count.
-
-    `form` is searched first, in the whole response; the others in its last 300 characters.
+    `form` is searched first, in the whole response; the other forms in its last 300 characters. The
+    last match of a form counts. If that match is empty or cut off, the result is empty: there is no
+    answer, and an earlier match does not count.
     """
     for name in (form, *FORMS):
         text = response if name == form else response[-TAIL_CHARS:]
@@ -243,7 +244,7 @@ def extract_answer(response: str, form: str = "line") -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """Return the text behind the last label, there or below; a value of JSON ends as there."""
+    """Return the text after the last label, on its line or below; in JSON, the string after it."""
     labels = list(_LABEL.finditer(text))
     if not labels:
         return None
@@ -261,7 +262,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _box_at(text: str, start: int) -> tuple[str, int]:
-    """Return what a box holds whose mark ends at `start`, and where it ends itself."""
+    """Return the content of the box whose mark ends at `start`, and the end of the box."""
     if not text.startswith("{", start):
         bare = re.split(r"[\s$\\]", text[start:], maxsplit=1)[0]
         return bare, start + len(bare)
@@ -274,7 +275,9 @@ def _box_at(text: str, start: int) -> tuple[str, int]:
 
 
 def _opened(text: str, spans: list[tuple[int, str, int]]) -> str:
-    """Put contents in place of what is from a start to an end; words around a single one go."""
+    """Replace each span (start, content, end) by its content; drop the words around a single
+    span.
+    """
     for start, content, end in reversed(spans):
         before, after = text[:start], text[end:]
         if len(spans) == 1 and _WORDS.fullmatch(before) and _WORDS.fullmatch(after):
@@ -284,7 +287,7 @@ def _opened(text: str, spans: list[tuple[int, str, int]]) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""Take away what surrounds an answer: currencies, boxes, delimiters, `\text{}`, quotes."""
+    r"""Remove currencies, boxes, delimiters, `\text{}` and quotes around an answer."""
     text = _CURRENCY.sub("  ", text[-MAX_ANSWER_CHARS:].translate(_SIGNS))
     text, count = _DISPLAY.subn("", text)
     text = text.replace("&", "") if count else text
@@ -297,17 +300,19 @@ def _plain(text: str) -> str:
 
 
 def _masked(text: str) -> str:
-    """Return a text of equal length without what is in brackets; those too deep or open stay."""
+    """Return a text of equal length with dots in place of bracketed parts; deep or open brackets
+    stay.
+    """
     for _ in range(MAX_DEPTH):
         text = _BRACKETS.sub(lambda found: "." * len(found[0]), text)
     return text
 
 
 def _value(text: str, *, is_truth: bool) -> str:
-    """Return the last side of an equation, all of what is none or is a list of them.
+    """Return the last side of an equation; the whole text if it is no equation or a list of them.
 
-    The left side of a ground truth must be a name or have none, that of an answer may be anything
-    but a multiple of one name.
+    The left side of a ground truth must be empty or a name. The left side of an answer may be
+    anything but a multiple of one name.
     """
     masked = _masked(text)
     signs = list(_SIDES.finditer(masked))
@@ -327,10 +332,11 @@ def _value(text: str, *, is_truth: bool) -> str:
 def normalise_answer(text: str, *, cut: bool = True, is_truth: bool = True) -> str:
     r"""Reduce an answer to the form that is compared.
 
-    It removes boxes, delimiters of formulas and wrappers such as `\text{}`; also one name with the
-    only `=`, currencies, units, degrees, periods at the end, thousands commas and spaces of plain
-    numbers, and other spaces. A space between two digits or letters stays, so that `5 7` is not 57.
-    `cut` takes the right side of an equation, for a ground truth only if its left side is one name.
+    The result has no boxes, delimiters of formulas and wrappers such as `\text{}`, no single name
+    before the only `=`, no currencies, units, degrees, periods at the end, and no thousands commas
+    or spaces of plain numbers. Other spaces go too, except a space between two digits or letters,
+    so that `5 7` is not 57. `cut` takes the right side of an equation, for a ground truth only if
+    its left side is one name.
 
     Example:
         >>> normalise_answer(r"x = $\boxed{1{,}234}$ dollars.")
@@ -350,7 +356,7 @@ def number_in(text: str) -> str | None:
     """Return the only number in an answer among words, signs of currency and units.
 
     A chain of equations gives its last number, with any left side. A list of equations, or an
-        equation for a multiple of a name, gives none.
+    equation for a multiple of a name, gives None.
 
     Example:
         >>> number_in("$m+n = 256+37 = 293$ cm"), number_in("12 500 per day"), number_in("2x = 14")
@@ -376,9 +382,10 @@ def as_integer(text: str, options: VerifierOptions) -> int | None:
 
 @functools.lru_cache(maxsize=4096)
 def _asked(text: str, gold: str, seconds: float) -> Any:
-    """Return what `math_library.judge` says; None where it did not in time, which stays so.
+    """Return the result of `math_library.judge`; None if it was not ready in time.
 
-    Responses of a group share their answers. OSError: its process ended.
+    The result is cached, since responses of a group often share their answers. OSError: the child
+    process ended.
     """
     try:
         reply = shared_verifier("planish.verifiers.math_library:judge").ask(text, gold, seconds)
@@ -392,7 +399,7 @@ def _asked(text: str, gold: str, seconds: float) -> Any:
 
 
 def _find(response: str, answer: str, form: str, options: VerifierOptions) -> Verdict | str:
-    """Return the answer as it is compared with `answer`, or the verdict where there is none."""
+    """Return the extracted answer, or the verdict if there is no answer."""
     given = extract_answer(response, form)
     if given is None:
         tail = re.sub(_SPACED, "", re.sub(_JOINED, " ", response[-TAIL_CHARS:]))
@@ -439,7 +446,7 @@ def _by_rule(seen: str, expected: str, options: VerifierOptions) -> Verdict:
 def verify_math(
     response: str, answer: str, options: VerifierOptions, form: str = "line"
 ) -> Verdict:
-    """Compare mathematically: by rule if a rule decides, else in a killable child process."""
+    """Compare mathematically: by rule if a rule decides, else by math-verify in a child."""
     expected = normalise_answer(answer)
     if not expected or len(answer) > MAX_ANSWER_CHARS:
         return failed()
@@ -450,8 +457,8 @@ def verify_math(
     both_integers = _INTEGER.fullmatch(seen) and _INTEGER.fullmatch(expected)
     if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen, expected):
         return ruled
-    # The response is to blame for a late answer, unless the ground truth takes far longer against
-    # anything: a busy machine must not make an error of it.
+    # A late comparison counts against the response, unless the ground truth alone also takes far
+    # too long. Otherwise a busy machine would cause verifier errors.
     try:
         is_equal = _asked(seen, expected, options.timeout_seconds)
         if is_equal is not None:
@@ -465,10 +472,11 @@ def verify_math(
 
 
 def _is_comparable(text: str, expected: str) -> bool:
-    """Refuse what must equal nothing: open or deep brackets, non-ASCII digits, several answers.
+    """Return False for texts that must equal nothing: open or deep brackets, non-ASCII digits,
+    several answers.
 
-    In equations math-verify may compare only the last right side. So an equation equals no value,
-        unless it is between numbers, and several equations without a comma equal nothing.
+    For equations math-verify may compare only the last right side. So an equation equals no value,
+    unless it is between numbers, and several equations without a comma equal nothing.
     """
     *sides, _ = _EQUALS.split(_COMMAND.sub("", text))
     named = [side for side in sides if re.search("[A-Za-z]", side)]

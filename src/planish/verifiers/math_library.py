@@ -15,21 +15,22 @@ from sympy import Float
 
 MEMORY_BYTES = 4 << 30
 DECIMAL_ERROR, EXACT_ERROR = 1e-4, 1e-50
-"""Relative difference up to which numbers are equal: with a decimal, and without one."""
+"""Largest relative difference of equal numbers: if one has a decimal point, and if none has."""
 
 
 _DECIMAL = re.compile(
     r"([0-9]*)\.([0-9]*)(?:\\overline\{([0-9]+)\}|(?=\s*\\(?:times|cdot)\s*10\s*\^))"
 )
-"""A decimal whose last digits go on for ever, or one that is multiplied by a power of ten."""
+"""A decimal with repeating last digits, or one that is multiplied by a power of ten."""
 
 
 def judge(text: str, gold: str) -> float | str:
-    """Tell whether a text equals `gold`; with an empty `gold`, return the value found in the text.
+    """Return whether a text equals `gold`; with an empty `gold`, return the value found in the
+    text.
 
     Returns:
-        1.0 or 0.0; or the value, empty for none. A text on which the library raises gives no
-        answer.
+        1.0 or 0.0; or the value, empty for none. A text on which the library raises has no
+        value.
     """
     prepare()
     try:
@@ -39,7 +40,7 @@ def judge(text: str, gold: str) -> float | str:
 
 
 def equal(gold: str, target: str) -> bool:
-    """Tell whether two mathematical texts are equal by math-verify."""
+    """Return whether two mathematical texts are equal by math-verify."""
 
     def read(text: str) -> Any:
         text = _DECIMAL.sub(_fraction, text.replace(" or ", ", "))
@@ -52,7 +53,7 @@ def equal(gold: str, target: str) -> bool:
             parsing_timeout=None,
         )
 
-    # The library's own limits use alarms; the limit that counts is the parent's on this process.
+    # The library's own limits use alarms; here the parent limits the time of this process.
     return bool(
         verify(read(gold), read(target), timeout_seconds=None, allow_set_relation_comp=True)
     )
@@ -74,9 +75,9 @@ def _fraction(found: re.Match[str]) -> str:
 
 @functools.cache
 def prepare() -> None:
-    """Limit this process, and make the library's comparison of numbers a relative one too.
+    """Limit this process, and make the library compare numbers by relative difference too.
 
-    The library rounds to a number of decimal places, which makes all small numbers equal.
+    The library rounds to a number of decimal places, which would make all small numbers equal.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -93,7 +94,7 @@ def prepare() -> None:
             return False
 
     def numeric_eq(a: Any, b: Any, *digits: int) -> bool:
-        # 9 % is 9 there.
+        # The library reads 9 % as 9.
         values = grader.get_pct_val(a, a), grader.get_pct_val(b, b)
         return bool(rounded(a, b, *digits)) and not (is_far(a, b) and is_far(*values))
 

@@ -1,10 +1,10 @@
-"""Verifiers of the user: functions that run in a child process each.
+"""Verifiers of the user: each function runs in its own child process.
 
 A function `(response, answer) -> number from 0 to 1` may have columns of the data row as further
-parameters. Its name is `package.module:function`, or
-an entry point of the group `planish.verifiers`. It may hang, raise, print, fork or return
-nonsense: that fails the row, not the stage, until the errors exceed the caller's rate or the
-function has hung too often in a row.
+parameters. Its name is `package.module:function` or an entry point of the group
+`planish.verifiers`. A function may hang, raise, print, fork or return nonsense. That fails the row,
+not the stage, until the errors exceed the caller's rate or the function has hung too often in a
+row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planish.verifiers.verdict import Verdict, VerifierOptions, failed, timed_ou
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "planish.verifiers"
-"""Group of entry points: name -> `package.module:function`."""
+"""Group of entry points: name to `package.module:function`."""
 MAX_TIMEOUTS = 5
 """Number of calls in a row without an answer after which the verifier fails."""
 
@@ -35,7 +35,7 @@ _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 def is_reference(name: str) -> bool:
-    """Tell whether a name reads `package.module:function`."""
+    """Return whether a name has the form `package.module:function`."""
     return _REFERENCE.fullmatch(name) is not None
 
 
@@ -63,7 +63,7 @@ class OwnVerifier:
     ) -> None:
         self.reference = reference
         self._process = ChildProcess(
-            # `-P`: modules beside the working directory are not the user's package.
+            # `-P` keeps modules in the working directory from shadowing the user's package.
             [sys.executable, "-P", "-m", "planish.verifiers.own_child", reference],
             start_seconds=start_seconds,
             environment=environment,
@@ -134,11 +134,12 @@ class OwnVerifier:
             if "printed" in reply:
                 self._warn(f"printed {reply['printed']!r}; what it prints is dropped")
             if "forked" in reply:
-                # Copies that still run would add up.
+                # Forked copies that still run would accumulate.
                 self._process.close()
                 self._warn("forked; the copies are ended with the child after each such call")
             if "error" in reply:
-                # Ours raise it where a response is to blame; a user's may have lost a server.
+                # For built-in functions a late answer is the fault of the response; a user's may
+                # wait for a server.
                 is_late = "timeout" in reply and self.reference.startswith("planish.verifiers.")
                 return self._failed(str(reply["error"]), timeout=is_late)
             score = float(reply["score"])
@@ -157,7 +158,7 @@ class OwnVerifier:
             self.warnings.append(what)
 
     def _log_once(self, what: str) -> bool:
-        """Log one line for each kind of thing; return whether it was the first of its kind."""
+        """Log each kind of message once; return whether this was the first of its kind."""
         kind = what[:12]
         is_first = kind not in self._logged
         self._logged.add(kind)

@@ -2,10 +2,10 @@
 
 `python -P -m planish.verifiers.own_child package.module:function` writes whether the function is
 callable, and the columns of a data row that are its parameters. Then it answers each line
-`{"response": ..., "answer": ...}`, with `extra` if the row has columns for it, by
-`{"score": ...}` or `{"error": ...}`. A built-in function may also return a text, `{"value": ...}`.
-Output of the function does not go to standard output, where it would disturb the replies. The reply
-reports it.
+`{"response": ..., "answer": ...}`, which has `extra` if the row has columns for it, by `{"score":
+...}` or `{"error": ...}`. A built-in function may also return a text, `{"value": ...}`. Output of
+the function is kept from standard output, where it would disturb the replies. The reply reports
+it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TEXTS = {
     "answer": "answer",
     "ground_truth": "answer",
 }
-"""Parameter names for the response or the answer; two of them are verl's."""
+"""Map from parameter name to the text that it gets; two names are those of verl."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the user and its way of calling."""
+    """A function of the user, and the arguments that it takes."""
 
     call: Callable[..., Any]
     """The function; it should return a number from 0 to 1."""
@@ -48,13 +48,13 @@ class Function:
     needed: frozenset[str] = frozenset()
     """Columns without a default."""
     hidden: frozenset[str] | None = None
-    """It takes any columns except these names; None: only `columns`."""
+    """If set, the function takes all columns except these; None: only `columns`."""
 
     def __call__(self, response: str, answer: str, extra: Mapping[str, Any]) -> Any:
         """Call the function with the columns that it takes.
 
         Raises:
-            ValueError: it needs a column that the row lacks.
+            ValueError: the function needs a column that the row lacks.
         """
         if missing := sorted(self.needed - extra.keys()):
             raise ValueError(f"takes the column `{missing[0]}`, which this row does not have")
@@ -74,7 +74,7 @@ class Printed(io.TextIOBase):
         self.text = ""
 
     def write(self, text: str) -> int:
-        """Keep the beginning of the output."""
+        """Keep the beginning of the output; drop the rest."""
         self.text += text[: PRINTED_CHARS - len(self.text)]
         return len(text)
 
@@ -114,7 +114,7 @@ def load(reference: str) -> Function:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        # Functions written in C may have no signature; the first call will tell.
+        # Functions written in C may have no signature, so only a call shows whether it works.
         return Function(function, {})
     found = read_signature(function, signature)
     try:
@@ -155,7 +155,7 @@ def score(function: Function, response: str, answer: str, extra: Mapping[str, An
     """Call a function and return its score, or the text of a built-in function.
 
     Raises:
-        ValueError: it raised, or did not return a number from 0 to 1.
+        ValueError: the function raised, or did not return a number from 0 to 1.
     """
     try:
         value = function(response, answer, extra)
@@ -182,7 +182,7 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
     reply: dict[str, Any] = {}
     printed = Printed()
     sys.stdout = sys.stderr = printed
-    # Ends this process when its parent has died in the middle of a request.
+    # The alarm ends this process if its parent died during a request.
     signal.alarm(int(raw["alarm_seconds"]))
     try:
         extra = json.loads(raw.get("extra", "{}"))
@@ -202,9 +202,11 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
 
 
 def main(reference: str) -> int:
-    """Load the function, report ready or the fault, answer until the parent closes the pipe."""
+    """Load the function, report that it is ready or at fault, answer until the parent closes the
+    pipe.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The function gets neither the requests nor the replies as its standard streams.
+    # The function has neither the requests nor the replies as its standard streams.
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     requests = os.fdopen(os.dup(0), encoding="ascii")
     null = os.open(os.devnull, os.O_RDWR)
@@ -228,7 +230,7 @@ def main(reference: str) -> int:
     for request in requests:
         forked.clear()
         reply = reply_to(function, request, forked)
-        # A copy that comes back out of the function must not answer too.
+        # A forked copy that returns from the function must not answer too.
         if os.getpid() != own:
             os._exit(0)
         replies.write(json.dumps(reply) + "\n")

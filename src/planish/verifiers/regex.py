@@ -19,7 +19,7 @@ MEMORY_BYTES = 4 << 30
 
 
 def verify_regex(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Right if `re.search` finds the pattern `answer` anywhere in the response."""
+    """A response is right if `re.search` finds the pattern `answer` anywhere in it."""
     return shared_verifier("planish.verifiers.regex:contains_pattern")(response, answer, options)
 
 
@@ -35,7 +35,7 @@ def contains_pattern(response: str, pattern: str) -> bool:
     def stop(*_: object) -> None:
         raise TimeoutError(f"the search took longer than {SEARCH_SECONDS:g} s")
 
-    # The search looks for signals on its way, so that an exception can leave it.
+    # `re` checks for signals during a search, so the exception ends the search.
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, SEARCH_SECONDS)
     try:

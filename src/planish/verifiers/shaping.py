@@ -15,10 +15,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 def check_overlong(max_tokens: int, buffer_tokens: int) -> None:
-    """Refuse limits that define no penalty.
+    """Refuse limits that do not define a penalty.
 
     Raises:
-        ConfigError: `0 <= buffer_tokens <= max_tokens` and `max_tokens >= 1` must hold.
+        ConfigError: `0 <= buffer_tokens <= max_tokens` and `max_tokens >= 1` do not hold.
     """
     if max_tokens < 1 or not 0 <= buffer_tokens <= max_tokens:
         raise ConfigError(
@@ -32,13 +32,14 @@ def overlong_penalty(
 ) -> Floats:
     """Return the soft overlong punishment of each response.
 
-    0 up to `max_tokens - buffer_tokens`, then a straight line down to -1 at `max_tokens`, -1
-        beyond; all of it times `factor`. With `buffer_tokens` 0 there is no line, only -1 beyond.
+    The punishment is 0 up to `max_tokens - buffer_tokens`, then falls linearly to -1 at
+    `max_tokens`, and is -1 beyond; all of it times `factor`. With `buffer_tokens` 0 there is no
+    linear part.
 
     Args:
         lengths: [R] response lengths in tokens, the end token included.
         max_tokens: longest response that may be generated.
-        buffer_tokens: length of the line, in tokens.
+        buffer_tokens: length of the linear part, in tokens.
         factor: weight of the penalty, >= 0.
 
     Returns:
@@ -50,7 +51,7 @@ def overlong_penalty(
     start = max_tokens - buffer_tokens
     line = (start - length) / max(buffer_tokens, 1)
     penalty = np.where(length <= start, 0.0, np.where(length <= max_tokens, line, -1.0))
-    # Adding zero turns -0.0 into 0.0: equal inputs must give equal bytes.
+    # Adding zero turns -0.0 into 0.0, so that equal inputs give equal bytes.
     return (penalty * factor + 0.0).astype(np.float32)
 
 

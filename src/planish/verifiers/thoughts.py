@@ -1,4 +1,4 @@
-"""Thoughts in a response: text inside a thought, or in one that never ends, is no answer."""
+"""Thoughts in a response: text inside a thought, or in one that never ends, is not an answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ CLOSING = (
     "</think> </thinking> </thought> </reasoning> </seed:think> [/THINK] \u25c1/think\u25b7 "
     "<|end_of_thought|> <channel|> <|channel|>final<|message|>"
 )
-"""Marks that open and end the thought of a model, in the order of the models that write them."""
+"""Marks that end the thought of a model; `OPENING` has the marks that begin it, in the same
+order."""
 
 OPENS, _CLOSES = ("|".join(map(re.escape, marks.split())) for marks in (OPENING, CLOSING))
-"""Patterns of them."""
+"""Patterns of the marks."""
 _MARK = re.compile(f"(?P<open>{OPENS})|{_CLOSES}", re.IGNORECASE)
 _ENDS = re.compile(r"(?:<[|\uff5c][^<>\s]{1,40}[|\uff5c]>\s*)+$")
 _END_CHARS = 200
@@ -27,9 +28,9 @@ _END_CHARS = 200
 def after_thought(response: str, answer: str, answer_after: str = AUTO) -> str | None:
     """Return the part of a response that is judged; None if its thought has not ended.
 
-    It follows the last `answer_after`. For `auto` it follows the last mark that closes a thought
-        and is not part of the ground truth. Control tokens at its end, such as
-    `<|im_end|>`, are left out.
+    The part follows the last `answer_after`. For `auto` it follows the last mark that closes a
+    thought and is not part of the ground truth. Control tokens at its end, such as `<|im_end|>`,
+    are left out.
     """
     text = response[:-_END_CHARS] + _ENDS.sub("", response[-_END_CHARS:])
     if answer_after != AUTO:

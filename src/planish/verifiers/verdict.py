@@ -29,15 +29,16 @@ class Verdict:
     extracted: str = ""
     """The answer that the verifier extracted; valid UTF-8, at most 300 characters."""
     invalid: bool = False
-    """No answer could be found in the response."""
+    """True if the response has no answer."""
     timeout: bool = False
-    """The comparison did not end in time: wrong. `error` is set too if the verifier, and not
-        the response, caused it."""
+    """True if the comparison did not end in time. `error` is True too if the verifier, and not the
+    response, was too slow."""
     error: bool = False
-    """The verifier itself failed (timeout, crash, unusable ground truth): accuracy is 0."""
+    """True if the verifier itself failed (timeout, crash, unusable ground truth); accuracy is then
+    0."""
     score: float | None = None
-    """Score in [0, 1] of a verifier that gives partial scores; accuracy is 1 only if this is 1.
-    None: the same as `accuracy`."""
+    """Score in [0, 1] of a verifier with partial scores; accuracy is 1 only if the score is 1.
+    None: the score is `accuracy`."""
     reason: str = ""
     """One line with the reason of `error` or `timeout`, if the verifier gives one."""
 
@@ -47,9 +48,9 @@ class VerifierOptions:
     """Options of verifiers that a run sets."""
 
     accept_integral_decimals: bool = True
-    """`5.0` equals 5."""
+    """Accept `5.0` as 5."""
     timeout_seconds: float = 10.0
-    """Limit of one comparison in the child process."""
+    """Longest duration of one comparison in the child process."""
     answer_after: str = AUTO
     """Text that precedes the answer; `auto`: the end of a thought."""
 
@@ -64,7 +65,7 @@ class VerifierOptions:
 
 
 Verifier = Callable[[str, str, VerifierOptions], Verdict]
-"""(response, answer, options) -> Verdict."""
+"""Function (response, answer, options) -> Verdict."""
 
 
 def clean_text(text: str) -> str:

@@ -123,7 +123,9 @@ class MegatronSite:
         return tuple(first.global_shape[: first.prepend_axis_num])
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a stored shape is that of the tensor, or may differ by padding."""
+        """Return whether the shape in the checkpoint is that of the tensor, or may differ by
+        padding.
+        """
         may_differ = bool(getattr(self.entry, "allow_shape_mismatch", False))
         return shape == self.shape or (may_differ and len(shape) == len(self.shape))
 
@@ -156,7 +158,9 @@ class MegatronSite:
         return found
 
     def _fitted(self, kind: str, name: str, part: Any) -> Placed:
-        """Place a part; if padding may differ, clip it to the stored shape, with zeros outside."""
+        """Place a part. If padding may differ, clip the part to the shape in the checkpoint;
+        outside of it, a load fills in zeros.
+        """
         axes = part.prepend_axis_num
         data = part.data.detach().reshape((1,) * axes + tuple(part.local_shape))
         box = Box(tuple(map(int, part.global_offset)), tuple(data.shape))
@@ -209,7 +213,9 @@ def _mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tensor]]:
-    """Return the part of a value inside the stored shape, and the tensors outside it."""
+    """Return the part of a value inside the checkpoint's shape, and the tensors for what lies
+    outside.
+    """
     kept, outside = placed.data, []
     if not placed.boxes:
         return placed._replace(shape=stored), []
@@ -226,7 +232,7 @@ def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tens
 
 
 def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any) -> None:
-    """Collect a sharded object as bytes; an object without data is not stored."""
+    """Collect a sharded object as bytes; an object without data is not saved."""
     place_of = ".".join(map(str, entry.global_offset))
     form = ".".join(map(str, entry.global_shape))
     name = f"{entry.key}/shard_{place_of}_{form}"

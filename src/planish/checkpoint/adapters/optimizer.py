@@ -1,7 +1,8 @@
 """Optimizers by parameter name: moments, step counters and the options of parameter groups.
 
-A fresh optimizer has no state. A load creates tensors for stored states before it plans. It puts
-them into the optimizer once they are filled, so a failed load does not change the optimizer.
+A fresh optimizer has no state. Before a load plans its reads, it creates tensors for the states in
+the checkpoint. It puts these tensors into the optimizer after all of them are filled, so a failed
+load does not change the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 
 
 class ParameterSite(Protocol):
-    """Place of one parameter's optimizer state in stored tensors."""
+    """Place of one parameter's optimizer state in the tensors of a checkpoint."""
 
     @property
     def fqn(self) -> str:
@@ -34,14 +35,18 @@ class ParameterSite(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Stored shape of the whole parameter."""
+        """Shape of the whole parameter in a checkpoint."""
 
     @property
     def scalar_shape(self) -> tuple[int, ...]:
-        """Stored shape of one number per parameter (`step`); () unless layers are stacked."""
+        """Shape in a checkpoint of one number per parameter (`step`); () unless layers are
+        stacked.
+        """
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a stored shape is that of the whole parameter, up to padding."""
+        """Return whether the shape in the checkpoint is that of the whole parameter, up to
+        padding.
+        """
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
         """Collect a moment or a single number."""

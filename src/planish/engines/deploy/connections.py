@@ -1,7 +1,7 @@
-"""Connections between machines that share a secret, and connections to remote ranks.
+"""Connections between machines that share a secret, among them connections to remote ranks.
 
-`multiprocessing.connection` proves by keyed digests of random numbers that both ends know the
-secret, and never sends it. Later messages are not encrypted: the network between ranks must be
+`multiprocessing.connection` proves with keyed digests of random numbers that both ends know the
+secret, and never sends it. Later messages are not encrypted, so the network between ranks must be
 private.
 """
 
@@ -21,9 +21,9 @@ from planish import __version__
 from planish.base.errors import ConfigError, EngineBusy, EngineError, ProtocolError
 
 TOKEN_ENV = "PLANISH_RANKS_TOKEN"
-"""Environment variable with the token of ranks on other machines and their coordinators."""
+"""Environment variable with the token that remote ranks and their coordinators share."""
 HELLO_S = 2.0
-"""Seconds for a caller to prove that it knows the secret."""
+"""Seconds in which a caller must prove that it knows the secret."""
 _MIN_TOKEN = 16
 _REDIAL_S = 0.2
 
@@ -45,9 +45,12 @@ def proven(
 ) -> Iterator[Connection]:
     """Yield a connection for messages once both ends have proved that they know the secret.
 
-    The connection is closed at the end of the block; `end` stays open, without a time-out. If the
-    block takes longer than `timeout_s`, `end` is shut down. AuthenticationError: the other end has
-    another secret. OSError: it is gone, silent, or uses another protocol.
+    The connection is closed at the end of the block; the socket `end` stays open, without a
+    time-out. If the block takes longer than `timeout_s`, the socket is shut down.
+
+    Raises:
+        AuthenticationError: the peer has another secret.
+        OSError: the peer is gone, silent, or uses another protocol.
     """
 
     def shut() -> None:
@@ -76,14 +79,14 @@ def dial(
     timeout_s: float,
     greet: Callable[[Connection], None],
 ) -> socket.socket:
-    """Call until a peer that knows the secret answers, and return the connection.
+    """Connect to a peer that knows the secret, and return the socket; retry until `timeout_s`.
 
-    `greet` exchanges the first messages, and raises `EngineBusy` for another try. A try that begins
-    within `timeout_s` may go on for two seconds. Errors are those of the last try.
+    `greet` exchanges the first messages, and raises `EngineBusy` to request another try. A try that
+    begins within `timeout_s` may take two more seconds. Raises the error of the last try.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        # The last try has the time of a whole greeting too.
+        # The last try also needs time for a complete greeting.
         left = max(deadline - time.monotonic(), HELLO_S)
         try:
             end = socket.create_connection(address, timeout=left)
@@ -117,7 +120,7 @@ def answer_coordinator(caller: socket.socket, token: str, *, is_busy: bool) -> N
 
 
 def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connection:
-    """Return a connection to a rank on another machine; calls until it listens and is free.
+    """Return a connection to a rank on another machine; call until the rank listens and is free.
 
     Raises:
         EngineError: no rank answers in time.
@@ -157,7 +160,7 @@ def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connect
 
 
 class RemoteRank:
-    """A remote `Process`: its host ends it when its connection ends."""
+    """Stand-in for the `Process` of a remote rank, which its host ends when its connection ends."""
 
     pid = 0
 
@@ -178,8 +181,8 @@ def elsewhere(
 ) -> Callable[[int], tuple[RemoteRank, Connection]]:
     """Return an opener for ranks on other machines, which connects in the order of the ranks.
 
-    Peers are `host:port`, attention ranks first; each has `timeout_s` to listen and to be free. Two
-    simultaneous coordinators never get half of the ranks each: the one that gets rank 0 gets all.
+    Peers are `host:port`, attention ranks first; each has `timeout_s` to listen and to be free. If
+    two coordinators start at the same time, the one that gets rank 0 gets all ranks.
     """
     token, addresses = ranks_token(), [address_of(peer) for peer in peers]
     return lambda rank: (RemoteRank(), call_rank(addresses[rank], token, timeout_s))

@@ -1,12 +1,12 @@
 """`planish rollout rank`: process of a pod that waits for a coordinator and runs a rank for it.
 
-A rank serves one coordinator and ends with it, so that no state passes to the next instance; the
-host stays and waits. It listens on three ports in a row: for coordinators, for rows of other ranks,
-and for the probes of Kubernetes. It refuses callers without the token, and serves one coordinator
-at a time.
+A rank serves one coordinator and ends with it, so no state passes to the next instance; the host
+stays and waits. The host listens on three consecutive ports: for coordinators, for hidden states of
+other ranks, and for the probes of Kubernetes. It refuses callers without the token, and serves one
+coordinator at a time.
 
-The page /readyz is 200 while the rank has the weights that its coordinator wants, else 503; it
-shows both pins. /healthz is 200 as long as the host works.
+The page /readyz is 200 while the rank has the weights that its coordinator wants, else 503; the
+page shows the pins of both. /healthz is 200 as long as the host works.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from planish.engines.deploy.connections import answer_coordinator, ranks_token
 logger = logging.getLogger(__name__)
 
 PORTS = 3
-"""Number of ports: for coordinators, for rows, and for probes."""
+"""Number of consecutive ports: for coordinators, for hidden states, and for probes."""
 _TURN_S = 1.0
 _SICK_S = 30.0
-"""Seconds without a turn of the loop after which the host counts as hung."""
+"""Seconds without a pass of the loop after which the host counts as hung."""
 _END_S = 5.0
-"""Seconds for a rank to end by itself once its coordinator is gone."""
+"""Seconds in which a rank may end by itself after its coordinator is gone."""
 _NO_WEIGHTS: dict[str, Any] = {"wanted": "", "held": "", "version": None}
 
 
 class HostedRank:
-    """A rank process for one coordinator, and its reported weights."""
+    """A rank process for one coordinator, and the weights that it reports."""
 
     def __init__(self, caller: socket.socket, host: str, port: int, device: str) -> None:
-        """Start the rank on the connection of a coordinator, with rows at `port`."""
+        """Start the rank on the connection of a coordinator; it listens for hidden states at
+        `port`.
+        """
         self.connection = caller
         told, telling = os.pipe()
         options = {"--host": host, "--port": port, "--device": device, "--held": telling}
@@ -65,12 +67,12 @@ class HostedRank:
         self.told: BinaryIO = os.fdopen(told, "rb", buffering=0)
         self.ended = os.pidfd_open(self.process.pid)
         self.end_by = float("inf")
-        """When a rank whose coordinator is gone is ended by force."""
+        """Time at which a rank without a coordinator is killed."""
         self.state = _NO_WEIGHTS
         self._line = b""
 
     def listen(self) -> None:
-        """Read the rank's report of its weights."""
+        """Read the rank's reports of its weights."""
         *lines, self._line = (self._line + self.told.read(1 << 16)).split(b"\n")
         for line in lines:
             self.state = json.loads(line)
@@ -122,7 +124,8 @@ class RankHost:
             poll.register(rank.ended, select.POLLIN)
             poll.register(rank.told, select.POLLIN)
             if rank.end_by == float("inf"):
-                # What the coordinator says is the rank's to read; that it has left is ours to know.
+                # Only the rank reads the coordinator's messages; the host only detects that it has
+                # left.
                 poll.register(rank.connection, select.POLLRDHUP)
         ready = {number for number, _ in poll.poll(1000 * _TURN_S)}
         if rank is not None:
@@ -131,7 +134,7 @@ class RankHost:
             if rank.connection.fileno() in ready:
                 rank.end_by = time.monotonic() + _END_S
             if rank.ended in ready or time.monotonic() > rank.end_by:
-                # The page says that the host is idle only once the rank is gone.
+                # The page reports an idle host only after the rank is gone.
                 code = rank.close()
                 self._rank = None
                 logger.info("ended exit_code=%d", code)
@@ -155,12 +158,12 @@ class RankHost:
         logger.info("started coordinator=%s pid=%d", address, self._rank.process.pid)
 
     def health(self, _: Mapping[str, str]) -> StatusPage:
-        """Return the page on whether the loop turns."""
+        """Return the page that says whether the loop runs."""
         silent = time.monotonic() - self._turn_s
         return StatusPage(200, b"ok\n") if silent < _SICK_S else StatusPage(503, b"hung\n")
 
     def readiness(self, _: Mapping[str, str]) -> StatusPage:
-        """Return the page on whether the rank has the wanted weights."""
+        """Return the page that says whether the rank has the wanted weights."""
         state = _NO_WEIGHTS if self._rank is None else self._rank.state
         is_ready = bool(state["held"]) and state["held"] == state["wanted"]
         body = json.dumps({"ready": is_ready, **state}).encode() + b"\n"
@@ -168,7 +171,11 @@ class RankHost:
 
 
 def host(options: argparse.Namespace, _: object) -> Iterator[str]:
-    """Run ranks until SIGTERM or SIGINT; ConfigError without a token, or if ports are in use."""
+    """Run ranks until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: the token is missing, or ports are in use.
+    """
     telemetry.configure_logging(logging.INFO)
     rank_host = RankHost(options.host, options.port, ranks_token(), options.device)
     with contextlib.closing(rank_host):

@@ -1,8 +1,9 @@
 """`planish rollout manifests`: YAML of the objects that run the ranks of a plan on a cluster.
 
-One pod is one rank, with the GPUs of its role in the plan. The pods wait for a coordinator, a
-rollout task of a pipeline with the settings at the top of the YAML; its pod is not rendered
-here. A LeaderWorkerSet has groups of one pod, since a rank does not span machines.
+One pod is one rank, with the GPUs of its role (attention or expert) in the plan. The pods wait for
+a coordinator: a rollout task with the settings at the top of the YAML. This module does not render
+the pod of that task. A LeaderWorkerSet has groups of one pod, since a rank does not span
+machines.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
 
 
 class Role(NamedTuple):
-    """The pods of one role, one for each rank."""
+    """The pods of one role (attention or expert), one for each rank."""
 
     role: str
     name: str
-    """Name of its service and its set of pods."""
+    """Name of the role's service and of its set of pods."""
     replicas: int
     gpus: int
     """GPUs of each pod; 0 for ranks on the CPU."""
     label: tuple[str, str]
-    """Label of nodes with the type of GPU of the plan, and its value."""
+    """Label and value of nodes with the plan's type of GPU."""
 
 
 def manifests(options: argparse.Namespace, _: object) -> Iterator[str]:
@@ -90,7 +91,7 @@ def render(planned: PlannedRun, options: argparse.Namespace) -> str:
 
 
 def check(planned: PlannedRun, options: argparse.Namespace) -> None:
-    """Refuse a plan that these ranks cannot run, and options that no cluster takes."""
+    """Refuse a plan that these ranks cannot run, and options that no cluster accepts."""
     one, faults = planned.deployment, []
     if planned.verdict == "do not disaggregate" and not options.anyway:
         faults.append(
@@ -166,7 +167,7 @@ def engine_settings(
         settings["micro_batches"] = planned.plan.m
     if planned.workload.redundancy:
         settings["redundant_experts"] = max(1, round(planned.workload.redundancy * local))
-    # What the coordinator would refuse is refused here.
+    # This raises for settings that the coordinator would refuse.
     EngineConfig(**settings)
     lines = ["[engine]"]
     for key, value in settings.items():

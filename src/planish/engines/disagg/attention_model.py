@@ -1,8 +1,7 @@
-"""The model of an attention rank: everything of a Hugging Face model but its routed experts.
+"""The model of an attention rank: a Hugging Face model without its routed experts.
 
-The modules are built without storage; then the `experts` of each sparse block are replaced by a
-module without parameters; only then tensors are read. So no weight of an expert is read or in
-memory.
+The modules are built without storage. Then a module without parameters replaces the `experts` of
+each sparse block. Tensors are read only after that, so no expert weight is ever read or in memory.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 3: attention nodes have all but the experts.
 """
@@ -23,8 +22,8 @@ from planish.models.experts import disk_tensors, is_expert
 from planish.models.policy import empty_model, read_model_config
 
 Exchange = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Function of the sparse layer (from 0), rows [n, H], expert ids [n, k] and weights [n, k]; returns
-the weighted sums [n, H]."""
+"""Function (sparse layer from 0, hidden states [n, H], expert ids [n, k], weights [n, k]) ->
+weighted sums [n, H] of the experts' outputs."""
 
 
 class RemoteExperts(nn.Module):
@@ -35,15 +34,19 @@ class RemoteExperts(nn.Module):
         self.layer, self.exchange = layer, exchange
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the outputs of this layer's experts for each row, like the experts module."""
+        """Return the outputs of this layer's experts for each row, like the module it replaces."""
         return self.exchange(self.layer, hidden, index, weights)
 
 
 class AttentionModel:
-    """Modules over the tensors of a policy folder without routed experts."""
+    """The modules of a policy folder and their tensors, without routed experts."""
 
     def __init__(self, folder: Path, exchange: Exchange, device: torch.device) -> None:
-        """Build the modules; `exchange` computes their experts. EngineError: the model has none."""
+        """Build the modules; `exchange` computes their experts.
+
+        Raises:
+            EngineError: the model has no experts.
+        """
         self._device = device
         self.config = read_model_config(folder)
         self.modules = empty_model(folder)
@@ -56,13 +59,14 @@ class AttentionModel:
         for layer, block in enumerate(blocks):
             block.experts = RemoteExperts(layer, exchange)
         self.num_bytes = 0
-        # What no file holds is computed, such as the frequencies of rotary embeddings.
+        # Buffers that no file has, e.g. frequencies of rotary embeddings, are computed by the
+        # model.
         for module in self.modules.modules():
             module._buffers |= {name: b.to(device) for name, b in module.named_buffers("", False)}
         self.write(self.read(FolderWeights(folder)))
 
     def read(self, weights: WeightSource) -> dict[str, Tensor]:
-        """Return tensors by their names in memory; the model does not change yet."""
+        """Return tensors by their names in the model, which does not change yet."""
         given = without_tied(weights.names(), self.config)
         exact = {
             *(getattr(self.modules, "_keep_in_fp32_modules", None) or ()),
@@ -93,7 +97,7 @@ class AttentionModel:
         return fresh
 
     def write(self, fresh: Mapping[str, Tensor]) -> None:
-        """Write tensors that `read` returned into the model."""
+        """Copy tensors that `read` returned into the model."""
         with torch.no_grad():
             for name, value in fresh.items():
                 place, _, last = name.rpartition(".")

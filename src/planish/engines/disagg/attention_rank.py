@@ -1,8 +1,8 @@
-"""An attention rank: all of the model but the routed experts, and the requests that it owns.
+"""An attention rank: all of the model but the routed experts, and the rank's own requests.
 
-Each micro-batch is a batch of running requests with its own cache, over one set of modules. A
-request stays in its micro-batch until it ends. The outputs of a micro-batch do not depend on the
-others.
+Each micro-batch is a batch of running requests with its own KV cache; all micro-batches share the
+modules. A request stays in its micro-batch until it ends. The outputs of a micro-batch do not
+depend on the others.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 """
@@ -32,10 +32,10 @@ from planish.models.tokens import load_tokenizer
 
 
 class AttentionRank(ExchangingRank):
-    """Micro-batches of one process."""
+    """The micro-batches of one process."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
-        """Read the tensors except those of experts."""
+        """Build the model and read its tensors, except tensors of experts."""
         device = torch.device(settings.device)
         self._turns = Turns(settings.micro_batches)
         super().__init__(settings, inbox, self._turns)
@@ -61,14 +61,14 @@ class AttentionRank(ExchangingRank):
         for number in range(settings.micro_batches):
             routing = None
             if settings.routing:
-                # The modules are shared: those of other micro-batches compute in between.
+                # Micro-batches share the modules, so their calls of a layer interleave.
                 is_own = partial(self._turns.is_turn_of, number)
                 routing = RoutingCells(modules, settings.rows, settings.routing, is_own)
             decoder = partial(ModuleDecoder, modules)
             self._batches.append(DecodeBatch(limits, decoder, device, routing))
 
     def admit(self, message: Mapping[str, Any]) -> Message:
-        """Compute the caches of new requests."""
+        """Compute the KV caches of new requests."""
         self._exchange.begin(message["iteration"], is_prefill=True)
         jobs = {}
         for name, given in message["batches"].items():
@@ -92,7 +92,7 @@ class AttentionRank(ExchangingRank):
         return sum(batch.counts[name] for batch in self._batches)
 
     def withdraw(self, message: Mapping[str, Any]) -> Message:
-        """End requests of some ids with ABORT; None ends all."""
+        """End requests with ABORT: those with the given ids, or all if the ids are None."""
         outputs, ids = [], message["ids"]
         for batch in self._batches:
             wanted = batch.request_ids if ids is None else ids
@@ -103,7 +103,7 @@ class AttentionRank(ExchangingRank):
         return self._model.read(weights)
 
     def commit(self, _: Mapping[str, Any]) -> Message:
-        """Use what was read last."""
+        """Use the weights that `load` read last."""
         version, layout, tensors = self._next
         self._exchange.use(layout, version)
         self._model.write(tensors)

@@ -1,7 +1,7 @@
 """JSON messages between the coordinator and one rank.
 
-They carry settings, requests, plans of iterations and outputs. Rows of tokens take another way, and
-nothing is pickled.
+They carry settings, requests, plans of iterations and outputs. Hidden states travel between ranks
+only, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from planish.engines.requests import Output, Request, Sampling
 from planish.records.rollouts import FinishReason
 
 SEND_S = 30
-"""Seconds after which a peer that reads nothing counts as lost."""
+"""Seconds after which a peer that does not read counts as lost."""
 
 Message = dict[str, Any]
 
 
 class Channel:
-    """One end of a connection; any thread may send, one may receive."""
+    """One end of a connection. Any thread may send; one thread may receive."""
 
     def __init__(self, connection: Connection, receive_s: int = 0) -> None:
-        """Take over a connection; a message must be complete within `receive_s` of its start."""
+        """Wrap a connection; a message must be complete within `receive_s` seconds of its start."""
         self.connection, self._lock = connection, threading.Lock()
         with socket.socket(fileno=os.dup(connection.fileno())) as end:
             for option, seconds in ((socket.SO_SNDTIMEO, SEND_S), (socket.SO_RCVTIMEO, receive_s)):
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message; PeerLost if the other end is closed or does not read."""
+        """Send one message.
+
+        Raises:
+            PeerLost: the peer has closed the connection or does not read.
+        """
         data = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
             try:
@@ -49,7 +53,11 @@ class Channel:
                 raise PeerLost(f"the other end of a control connection is gone: {error}") from None
 
     def receive(self) -> Message:
-        """Return the next message; PeerLost if the other end is closed or stops within one."""
+        """Return the next message.
+
+        Raises:
+            PeerLost: the peer has closed the connection, or stopped in the middle of a message.
+        """
         try:
             message: Message = json.loads(self.connection.recv_bytes())
         except EOFError:
@@ -59,7 +67,7 @@ class Channel:
         return message
 
     def has_message(self) -> bool:
-        """Tell whether `receive` would return, or raise, now."""
+        """Return whether `receive` would return or raise without waiting."""
         return self.connection.poll()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """The engine `disagg`: coordinator of attention ranks and expert ranks in other processes.
 
-The coordinator owns the queue and knows the rank of each request; the attention rank of a request
-has its tokens until it ends. An iteration is one message to each rank that takes part; rows travel
-only between ranks. A fatal fault ends every request with an error and fails the engine.
+The coordinator owns the queue and knows the rank of each request. The attention rank of a request
+has its tokens until the request ends. For each iteration the coordinator sends one message to each
+rank that takes part; hidden states travel only between ranks. A fatal fault ends every request with
+an error, and the engine fails.
 
 Source: MegaScale-Infer, arXiv 2504.02263.
 """
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 def _check_pin(pin: str) -> None:
-    """Refuse a policy without a pin for ranks of other machines."""
+    """Refuse a policy without a pin if ranks are on other machines."""
     if not pin:
         raise EngineError(
             "ranks at `engine.peers` fetch a policy by its pinned URI, got one in memory or in a "
@@ -62,7 +63,7 @@ def _check_pin(pin: str) -> None:
 
 
 def _check_devices(num_ranks: int) -> None:
-    """Refuse ranks that would have to share an accelerator of this machine."""
+    """Refuse more ranks than this machine has accelerators."""
     count = num_devices("cuda")
     if num_ranks > count:
         raise ConfigError(
@@ -74,22 +75,24 @@ def _check_devices(num_ranks: int) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a running request."""
+    """The rank, micro-batch and length of a running request."""
 
     rank: int
     micro_batch: int
     length: int
-    """Tokens at its admission."""
+    """Number of its tokens when it was admitted."""
     step: int
-    """Iterations of the engine before its admission."""
+    """Number of iterations of the engine before it was admitted."""
 
 
 class _Broken(Exception):
-    """The instance cannot go on."""
+    """The engine cannot continue."""
 
 
 class DisaggEngine(BaseEngine):
-    """Attention ranks with micro-batches of requests, and expert ranks that serve them all."""
+    """Coordinator of attention ranks, which have micro-batches of requests, and expert ranks, which
+    serve all of them.
+    """
 
     def __init__(
         self,
@@ -103,25 +106,25 @@ class DisaggEngine(BaseEngine):
         stage_s: tuple[float, float] = (0.0, 0.0),
         launcher: Launcher | None = None,
     ) -> None:
-        """Make an engine.
+        """Make an engine that is not started yet.
 
         Args:
             max_rows: requests that run at once, over all attention ranks.
-            max_model_len: prompt and response in tokens; 0 takes the model's own limit.
-            device: torch device of the ranks; each on this machine has an accelerator of its own.
+            max_model_len: longest prompt plus response in tokens; 0 takes the model's own limit.
+            device: torch device of the ranks; each rank on this machine has its own accelerator.
             routing: record the experts of each token, for requests that want them.
-            config: numbers of ranks and micro-batches, addresses of ranks elsewhere.
+            config: numbers of ranks and micro-batches, addresses of remote ranks.
             timeout_s: replaces `rank_timeout_seconds` of `config`.
             stage_s: minimum seconds of a layer on attention and on expert ranks, for measurements.
             launcher: starts a rank on this machine; None takes `launch`.
 
         Raises:
-            ConfigError: more micro-batches than rows.
+            ConfigError: there are more micro-batches than rows.
         """
         super().__init__(max_rows, max_model_len, routing=routing)
         self._config = config or EngineConfig(name="disagg")
         self._is_vllm = self._config.name == "vllm_disagg"
-        # vLLM batches all of its requests together.
+        # vLLM has one batch for all requests of a rank.
         self._num_micro_batches = 1 if self._is_vllm else self._config.micro_batches
         self._num_slots = self._config.attention_ranks * self._num_micro_batches
         if max_rows < self._num_slots:
@@ -137,13 +140,13 @@ class DisaggEngine(BaseEngine):
         self._stage_s = stage_s
         self._launcher = launcher or partial(launch, device=device)
         self.layout: ExpertLayout
-        """Layout of the experts, after the start."""
+        """Placement of the experts on expert ranks, set by the start."""
         self._processes: Processes | None = None
         self._scratch = ExitStack()
         self._running: dict[str, _Place] = {}
         self._is_stepping = False
         self._placed_tokens = np.zeros(1, dtype=np.int64)
-        """Rows by layer and expert when experts were placed last."""
+        """[layers, experts], rows computed by each expert when experts were placed last."""
         self._step_seconds = 0.0
         self._rank_stats: dict[int, Message] = {}
 
@@ -165,7 +168,8 @@ class DisaggEngine(BaseEngine):
                 _check_devices(self._config.num_ranks)
             settings = self._plan_ranks(*local_policy(model, self._scratch))
             settings = self._settings = replace(settings, pin=model.pin if peers else "")
-            # Ranks that wait for each other give up, and tell why, before the coordinator does.
+            # Ranks that wait for each other must fail, with a reason, before the coordinator's
+            # time-out.
             processes = self._processes = Processes(self._config.start_seconds, opener)
             attention = [replace(settings, rank=rank) for rank in settings.attention_ranks]
             experts = [
@@ -196,7 +200,7 @@ class DisaggEngine(BaseEngine):
         return settings.version
 
     def _plan_ranks(self, folder: Path, version: int) -> RankSettings:
-        """Return the settings of rank 0 for a policy folder that this instance can serve."""
+        """Return the settings of rank 0 for a policy folder that this engine can serve."""
         weights = FolderWeights(folder)
         model_config, tokenizer = check_policy(folder, weights.names())
         held = without_tied(weights.names(), model_config)
@@ -259,17 +263,18 @@ class DisaggEngine(BaseEngine):
     # Talking to the ranks.
 
     def _ask(self, questions: Mapping[int, Message]) -> dict[int, Message]:
-        """Send each rank its message, and return what `_answers` does."""
+        """Send each rank its message, and return the result of `_answers`."""
         assert self._processes is not None
         return self._answers(
             {rank: self._processes.tell([rank], message) for rank, message in questions.items()}
         )
 
     def _answers(self, numbers: Mapping[int, int]) -> dict[int, Message]:
-        """Wait for answers; attention ranks that die meanwhile give none, and their requests end.
+        """Return the answers of ranks by rank; a dead attention rank is missing, and its requests
+        end.
 
         Raises:
-            _Broken: a rank reports a fault, or one is lost that cannot be spared.
+            _Broken: a rank reports a fault, or an expert rank (or the last attention rank) is lost.
         """
         assert self._processes is not None
         given: dict[int, Message] = {}
@@ -301,13 +306,13 @@ class DisaggEngine(BaseEngine):
         return [rank for rank in self._settings.attention_ranks if rank in self._processes]
 
     def _failed(self, names: Collection[str], error: str) -> list[Output]:
-        """End requests without their tokens."""
+        """End requests as lost, without their tokens."""
         for name in names:
             del self._running[name]
         return [Output.failed(name, error, is_lost=True) for name in names]
 
     def _break(self, error: _Broken) -> list[Output]:
-        """Fail, and return every request with the tokens that it has."""
+        """Fail the engine, and return every request with its tokens so far."""
         assert self._processes is not None
         self._state = EngineState.FAILED
         reason = f"the engine failed: {error}"
@@ -358,7 +363,9 @@ class DisaggEngine(BaseEngine):
         return []
 
     def _place(self, request: Request) -> _Place:
-        """Choose the micro-batch with the least sum of lengths, which is the cost of attention."""
+        """Return the micro-batch with the smallest sum of lengths, which is the cost of
+        attention.
+        """
         slots = {
             (rank, micro_batch): 0
             for rank in self._attention()
@@ -375,7 +382,9 @@ class DisaggEngine(BaseEngine):
         return _Place(rank, micro_batch, length, self._counts["steps"])
 
     def _publish(self, iteration: int, *, only: Iterable[int]) -> dict[int, list[int]]:
-        """Tell the expert ranks who takes part; return the micro-batches of each attention rank."""
+        """Send the expert ranks the list of participants; return the micro-batches of each
+        attention rank.
+        """
         assert self._processes is not None
         slots = sorted({(place.micro_batch, place.rank) for place in self._running.values()})
         participants: dict[str, list[int]] = {}
@@ -441,7 +450,7 @@ class DisaggEngine(BaseEngine):
             try:
                 self._rank_stats.update(self._ask({rank: {"op": "stats"} for rank in ranks}))
                 tokens = np.array(self._expert_tokens())
-                # Each expert has a row more, so that one without any has its part of a rank too.
+                # One more row for each expert, so that an expert without rows also gets a share.
                 layout = ExpertLayout.of(
                     (1.0 + tokens - self._placed_tokens).tolist(),
                     num_nodes=self._config.expert_ranks,
@@ -469,9 +478,9 @@ class DisaggEngine(BaseEngine):
     def stats(self) -> dict[str, Any]:
         """Return counters since the start, of the engine and of the ranks.
 
-        `ranks` has the counters of each rank; `expert_tokens` [layers][experts] the rows that each
-        expert computed, `imbalance` the rows of the busiest expert of a layer over the mean (1
-        where nothing was computed), averaged over layers.
+        `ranks` has the counters of each rank. `expert_tokens` [layers][experts] has the rows that
+        each expert computed. `imbalance` is the rows of the busiest expert of a layer over the mean
+        (1 for a layer without rows), averaged over layers.
         """
         if self._state in (EngineState.READY, EngineState.RUNNING):
             with self._lock:
@@ -492,7 +501,7 @@ class DisaggEngine(BaseEngine):
         }
 
     def _expert_tokens(self) -> list[list[int]]:
-        """Return the rows by layer and expert, over all ranks."""
+        """Return [layers][experts], the rows of each expert over all ranks."""
         tables = [
             facts["expert_tokens"]
             for facts in self._rank_stats.values()

@@ -1,7 +1,7 @@
-"""The way of an attention rank's rows to the experts and back, for each micro-batch.
+"""Exchange of an attention rank's hidden states with the experts, for each micro-batch.
 
-Each micro-batch has at most one layer in transit. It gives up its turn while it waits, so that
-others compute meanwhile.
+Each micro-batch has at most one layer in transit. While it waits, it gives up its turn, so that
+other micro-batches compute.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 """
@@ -30,17 +30,17 @@ from planish.engines.disagg.settings import RankSettings
 from planish.engines.weights import WeightSource, fetch_weights
 
 Inbox = queue.SimpleQueue[Message | Frame | PlanishError]
-"""Queue of a rank: messages of the coordinator, frames of peers, lost peers."""
+"""Queue of a rank: messages of the coordinator, frames of peers, losses of peers."""
 
 
 @dataclass
 class _Waiting:
-    """A layer of one micro-batch whose replies are under way."""
+    """One layer of a micro-batch that waits for replies."""
 
     layer: int
     frames: dict[int, Frame] = field(default_factory=dict)
     sent_at: float = 0.0
-    """Monotonic seconds at which the last of the rows were sent."""
+    """Monotonic seconds at which the last rows were sent."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Traffic:
     num_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of frames by kind, with headers."""
     reply_seconds: float = 0.0
-    """Sum over layers of the time from the last rows sent to the last reply."""
+    """Sum over layers of the seconds from the last sent rows to the last reply."""
     reply_counts: list[int] = field(default_factory=lambda: [0] * (len(REPLY_SECONDS) + 1))
-    """Number of layers by this time, in the buckets of `telemetry.REPLY_SECONDS`."""
+    """Number of layers whose time falls into each bucket of `telemetry.REPLY_SECONDS`."""
 
     def add(self, header: FrameHeader) -> None:
         """Count a frame."""
@@ -64,12 +64,12 @@ class Traffic:
 
 
 class TurnTaking(Protocol):
-    """Protocol of turns between micro-batches."""
+    """Turns of micro-batches; one micro-batch computes at a time."""
 
     current: int
 
     def pause(self) -> None:
-        """Return once the replies for the micro-batch are complete."""
+        """Return after the replies for the calling micro-batch are complete."""
 
 
 class ExpertExchange:
@@ -83,7 +83,7 @@ class ExpertExchange:
         self._iteration = 0
         self._is_prefill = False
         self.seconds = {"dispatch": 0.0, "combine": 0.0, "wait": 0.0}
-        """Spent so far; `wait` is time in which no micro-batch could compute."""
+        """Seconds spent so far; `wait` is time in which no micro-batch could compute."""
         self.traffic = Traffic()
         self._waiting: dict[int, _Waiting] = {}
         self._free_s = 0.0
@@ -95,7 +95,7 @@ class ExpertExchange:
         self._chooser = ReplicaChooser(layout.layers, self._settings.rank, device)
 
     def begin(self, iteration: int, *, is_prefill: bool) -> None:
-        """Start an iteration; afterwards frames of other iterations are faults."""
+        """Start an iteration; from now on a frame of another iteration is a fault."""
         self._iteration, self._is_prefill = iteration, is_prefill
         self._waiting.clear()
         self._free_s = time.monotonic()
@@ -159,8 +159,12 @@ class ExpertExchange:
     def wait(self, must: bool) -> list[int]:
         """Handle arrived frames; return the micro-batches whose replies are complete, in order.
 
-        With `must` it waits until there is one. PeerLost: expert ranks are lost or late.
-        EngineError: the coordinator stopped the iteration. ProtocolError: a frame is unexpected.
+        With `must` it waits until there is one.
+
+        Raises:
+            PeerLost: expert ranks are lost or late.
+            EngineError: the coordinator stopped the iteration.
+            ProtocolError: a frame is unexpected.
         """
         complete: list[int] = []
         begin = time.monotonic()
@@ -194,7 +198,9 @@ class ExpertExchange:
         )
 
     def deliver(self, frame: Frame) -> bool:
-        """Give a reply to the micro-batch that waits for it; return whether it is complete."""
+        """Give a reply to its micro-batch; return whether all replies of the micro-batch are
+        there.
+        """
         header = frame.header
         waiting = self._waiting.get(header.micro_batch)
         seen = (header.weight_version, header.iteration, header.layer)
@@ -221,14 +227,14 @@ class ExpertExchange:
 class Rank:
     """Interface of every rank to its process.
 
-    Each message of the coordinator names a method. The method returns the answer, or None if the
-    message needs no answer.
+    Each message of the coordinator names a method. The method returns the answer, or None for a
+    message that needs no answer.
     """
 
     has_work = False
-    """Whether `serve` has work; attention ranks do all work in answers."""
+    """True if `serve` has work; attention ranks do all their work in answers."""
     transport: Transport
-    """Transport of the rows; set once the rank has read its weights."""
+    """Transport of hidden states; set after the rank has read its weights."""
     _next: tuple[int, ExpertLayout, Any]
     """Version, placement and weights for the next `commit`."""
 
@@ -236,22 +242,24 @@ class Rank:
         """Free resources that would outlive this rank in its process."""
 
     def load(self, message: Mapping[str, Any]) -> Message:
-        """Read new weights, or other experts, beside those in use."""
+        """Read new weights or another placement; the present weights and placement stay until
+        `commit`.
+        """
         layout = ExpertLayout.parse(message["layout"])
         weights = self._read(fetch_weights(message["weights"]), layout)
         self._next = int(message["version"]), layout, weights
         return {}
 
     def _read(self, weights: WeightSource, layout: ExpertLayout) -> Any:
-        """Return what this rank needs of some weights."""
+        """Return the part of some weights that this rank needs."""
         return weights
 
     def stop(self, _: Mapping[str, Any]) -> None:
-        """Do nothing: there is no iteration to stop."""
+        """Do nothing; an expert rank has no iteration to stop."""
 
 
 class ExchangingRank(Rank):
-    """Interface of every attention rank to its process, for both engines."""
+    """Interface of an attention rank to its process, for both engines."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
         self._exchange = ExpertExchange(settings, inbox, turns)
@@ -259,7 +267,7 @@ class ExchangingRank(Rank):
 
     @property
     def transport(self) -> Transport:
-        """Carries the rows."""
+        """Transport of hidden states."""
         return self._exchange.transport
 
     @transport.setter
@@ -268,7 +276,7 @@ class ExchangingRank(Rank):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Count the time inside as busy, but for that in which all wait for experts."""
+        """Count the time in the block as busy, without the time in which all micro-batches wait."""
         begin, waited = time.monotonic(), self._exchange.seconds["wait"]
         yield
         self._busy_s += time.monotonic() - begin - (self._exchange.seconds["wait"] - waited)

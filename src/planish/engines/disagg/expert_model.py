@@ -1,4 +1,4 @@
-"""The experts of one expert rank: their weights, and the SwiGLU network of each.
+"""The experts of one expert rank: their weights and their SwiGLU networks.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 3: expert nodes have experts and nothing else.
 """
@@ -20,7 +20,7 @@ from planish.models.policy import read_model_config
 
 
 class Experts(NamedTuple):
-    """Weights of the N experts of one layer, of width F on a residual stream of width H."""
+    """Weights of the N experts of one layer: intermediate size F, hidden size H."""
 
     gate_up: Tensor
     """[N, 2 F, H], the gates first."""
@@ -46,7 +46,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 class ExpertModel:
-    """Some experts of each sparse layer."""
+    """The experts of one rank, layer by layer."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Read the configuration of a policy folder, without weights."""
@@ -56,10 +56,12 @@ class ExpertModel:
         self._layers: list[Experts] = []
 
     def read(self, weights: WeightSource, held: Sequence[Sequence[int]]) -> list[Experts]:
-        """Return experts from new weights; those in use do not change.
+        """Return this rank's experts from new weights; the experts in use do not change.
 
-        `held` has the expert ids of each sparse layer, in local order. EngineError: the model is
-        dense, or its experts are not SwiGLU.
+        `held` has the expert ids of each sparse layer, in local order.
+
+        Raises:
+            EngineError: the model is dense, or its experts are not SwiGLU.
         """
         given = weights.names()
         names = expert_names(list(given), self._config)
@@ -81,17 +83,17 @@ class ExpertModel:
         return layers
 
     def write(self, layers: list[Experts]) -> None:
-        """Write experts that `read` returned into the model."""
+        """Use experts that `read` returned."""
         self._layers = layers
 
     @torch.inference_mode()
     def compute(self, layer: int, counts: Tensor, rows: Sequence[Tensor], room: Tensor) -> None:
         """Write the unweighted outputs of the experts for the rows of several senders to `room`.
 
-        Each sender has rows [n, H], sorted by local expert; `room` [sum of n, H] gets the outputs
-        in the same order, one sender after another. `counts` [senders, local experts] int32 on the
-        CPU are the rows for each expert of sparse `layer`. The rows of one expert are computed
-        together for all senders.
+        Each sender has rows [n, H], sorted by local expert. `room` [sum of n, H] gets the outputs
+        in that order, one sender after another. `counts` [senders, local experts], int32 on the
+        CPU, is the number of rows for each expert of sparse `layer`. The rows of one expert are
+        computed together for all senders.
         """
         experts = self._layers[layer]
         joint = torch.cat([part.to(self._device, non_blocking=True) for part in rows])

@@ -1,7 +1,7 @@
-"""An expert rank: waits for the rows of all attention ranks that take part, computes, answers.
+"""An expert rank: waits for the rows of all participating attention ranks, computes, answers.
 
-It has no state of requests. It serves frames of decoding first, and frames of prompts one by one
-when nothing else is complete.
+It has no state of requests. It serves frames of decoding first; it serves frames of prompts one by
+one when no decoding frames are complete.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 """
@@ -29,10 +29,10 @@ _Key = tuple[int, int]
 
 
 class ExpertRank(Rank):
-    """Experts of one process, and the frames that wait for them."""
+    """The experts of one process, and the frames that wait for them."""
 
     def __init__(self, settings: RankSettings) -> None:
-        """Read the experts that the layout gives to this rank."""
+        """Read the experts that the layout assigns to this rank."""
         self._settings = settings
         self._node = settings.rank - settings.num_attention
         self._model = ExpertModel(settings.path, torch.device(settings.device))
@@ -55,7 +55,7 @@ class ExpertRank(Rank):
         return self._model.read(weights, layout.held(self._node))
 
     def commit(self, _: Mapping[str, Any]) -> Message:
-        """Use what was read last."""
+        """Use the weights that `load` read last."""
         self._version, self.layout, experts = self._next
         self._model.write(experts)
         return {}
@@ -76,11 +76,11 @@ class ExpertRank(Rank):
 
     @property
     def has_work(self) -> bool:  # type: ignore[override]
-        """Whether `serve` would compute something."""
+        """True if `serve` would compute something."""
         return bool(self._complete or self._prompts)
 
     def plan(self, message: Mapping[str, Any]) -> None:
-        """Begin an iteration, or go on with one after the loss of a rank."""
+        """Begin an iteration, or continue one after the loss of a rank."""
         self._participants = {int(mb): ranks for mb, ranks in message["participants"].items()}
         if message["iteration"] != self._iteration:
             self._iteration = message["iteration"]
@@ -100,7 +100,7 @@ class ExpertRank(Rank):
         """Store a frame until it can be served.
 
         Raises:
-            ProtocolError: it has other weights, another placement, or was sent twice.
+            ProtocolError: the frame has other weights or another placement, or was sent twice.
         """
         header, own = frame.header, (self._version, self.layout.version)
         if (header.weight_version, header.placement_version) != own:
@@ -127,7 +127,7 @@ class ExpertRank(Rank):
             self._complete.append(key)
 
     def serve(self) -> None:
-        """Compute the frames that became complete first, or else the first prompt."""
+        """Compute the frames that became complete first; if there are none, the first prompt."""
         if self._complete:
             key = self._complete.popleft()
             frames = self._frames.pop(key)
@@ -137,9 +137,11 @@ class ExpertRank(Rank):
             self._answer([self._prompts.popleft()])
 
     def _answer(self, frames: list[Frame]) -> None:
-        """Compute the rows of some frames of one layer together, and send each its part."""
+        """Compute the rows of some frames of one layer together, and send each sender its
+        outputs.
+        """
         begin = time.monotonic()
-        # To vLLM all steps are alike, and it marks them as prompts.
+        # vLLM marks all of its steps as prompts, so they count as decoding here.
         is_decode = not frames[0].header.is_prefill or self._settings.vllm is not None
         self._wait_s += begin - self._idle_since if is_decode else 0.0
         layer = frames[0].header.layer

@@ -1,8 +1,8 @@
-"""Sort rows by the places of their experts, and sum the replies in the reference's order.
+"""Sort rows by the slots of their experts, and sum the replies in the order of transformers.
 
-Nothing here loops over experts or nodes, and rows stay on their device: only the number of rows for
-each expert goes to the host, once per micro-batch. The caller decides the target of each row: its
-slot, a flat number of node and local expert.
+There is no loop over experts or nodes, and rows stay on their device. Only the number of rows for
+each expert goes to the host, once per layer and micro-batch. The caller chooses the slot of each
+row, which is a flat number of node and local expert.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 6 (fused gating, counting and scatter).
 """
@@ -33,18 +33,18 @@ class Packed:
     counts: Tensor
     """[nodes, local experts] int32 on the CPU, number of rows for each."""
     places: Tensor
-    """[b, K] int64: index, among all rows, of the row of each token and expert; the experts of
-    a token are in ascending order."""
+    """[b, K] int64, index among all rows of the row for each token and expert; the experts of a
+    token are in ascending order."""
     choices: Tensor
-    """[b, K] int64: index of the choice, among a token's K choices, of each of `places`."""
+    """[b, K] int64, index among a token's K choices of the choice behind each of `places`."""
 
 
 def host_counts(counts: Tensor) -> Tensor:
     """Return counts as int32 on the CPU, after all pending work of their device.
 
-    This is the only wait for the device in a layer of a micro-batch.
+    In a layer of a micro-batch, only this function waits for the device.
     """
-    # A copy that does not block goes to page-locked memory.
+    # A non-blocking copy needs page-locked memory as its target.
     host = counts.to("cpu", torch.int32, non_blocking=True)
     if counts.is_cuda:
         torch.cuda.current_stream(counts.device).synchronize()
@@ -63,12 +63,12 @@ def route_and_pack(
     """Gather the rows for each node; rows of one expert keep the order of their tokens.
 
     Args:
-        hidden: [b, H], any float dtype and device; the rows stay there.
-        expert_ids: [b, K] int64, logical experts of each token, no expert twice in a row.
+        hidden: [b, H], any float dtype and device; the rows stay on this device.
+        expert_ids: [b, K] int64, logical experts of each token, all different.
         slots: [b, K] int64, `node * num_local + local expert` of the replica for each row.
-        num_nodes: expert ranks.
-        num_local: experts of each, replicas included.
-        room: [b K, H] like `hidden`, gets the rows; None takes new memory.
+        num_nodes: number of expert ranks.
+        num_local: number of experts on each rank, replicas included.
+        room: [b K, H] like `hidden`, memory for the rows; None allocates memory.
     """
     top_k = expert_ids.shape[1]
     ordered, order = torch.sort(slots.flatten(), stable=True)
@@ -89,14 +89,15 @@ def route_and_pack(
 def combine(replies: Sequence[Tensor], weights: Tensor, packed: Packed) -> Tensor:
     """Return the weighted sum of the experts of each token, [b, H] like the replies.
 
-    Each row is multiplied before it is added, and each product is rounded to the dtype of the
-    rows; the experts of a token are added in ascending order. On the CPU each sum is rounded too,
+    Each row is multiplied before it is added, and each product is rounded to the dtype of the rows;
+    the experts of a token are added in ascending order. On the CPU each partial sum is rounded too,
     starting from zeros. The `eager` experts of transformers do the same with `index_add_`, expert
-    after expert, so equal rows give equal bits under any placement. On accelerators it is one sum
-    whose order depends only on the shape; additions by atomics would change from call to call.
+    after expert, so equal rows give equal bits under any placement. On accelerators one sum adds
+    the rows, in an order that depends only on the shape; atomic additions would change their order
+    from call to call.
 
-    Replies are [rows of the node, H] in the order of `packed.rows`; weights [b, K] of any float
-    dtype.
+    `replies` are [rows of the node, H] in the order of `packed.rows`; `weights` are [b, K] of any
+    float dtype.
     """
     rows = torch.cat(list(replies))
     ordered = weights.gather(1, packed.choices)

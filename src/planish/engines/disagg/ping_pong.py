@@ -1,10 +1,10 @@
-"""Micro-batches that take turns: each in a thread of its own, one of them computing at a time.
+"""Turns of micro-batches: each micro-batch has its own thread, and one of them computes at a time.
 
-The forward of a Hugging Face model is a plain call, so a micro-batch that waits in the middle of it
-needs its own stack; threads provide only that. The order in which replies become complete decides
-who computes next, with lower micro-batches first among equals; the scheduler of the machine never
-does. So one micro-batch computes while the rows of the others are in transit: the ping-pong of the
-paper, with any number of micro-batches and an unmodified model.
+The forward pass of a Hugging Face model is a plain call. A micro-batch that waits in the middle of
+the call needs its own stack, so it has a thread. The micro-batch whose replies are complete first
+computes next; among equals, the one with the lowest number. The scheduler of the machine has no
+influence. One micro-batch computes while the rows of the others are in transit: this is the
+ping-pong of the paper, with any number of micro-batches and an unmodified model.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 4.1.
 """
@@ -17,20 +17,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Wait = Callable[[bool], list[int]]
-"""Returns the micro-batches that may go on, in order; with True it waits for the first."""
+"""Function that returns the micro-batches that may continue, in order; with True it waits for the
+first."""
 
 
 class _Stopped(Exception):
-    """Ends a job from outside, since another one or the wait has failed."""
+    """Ends a job because another job or the wait has failed."""
 
 
 class Turns:
-    """Runs one job for each of some micro-batches; a job gives up its turn by `pause`."""
+    """Runs one job for each of some micro-batches; a job gives up its turn with `pause`."""
 
     def __init__(self, num_micro_batches: int) -> None:
         """Start the threads; they end with `close` or with the process."""
         self.current = 0
-        """The micro-batch that computes."""
+        """Number of the micro-batch that computes."""
         self._back = threading.Semaphore(0)
         self._go = [threading.Semaphore(0) for _ in range(num_micro_batches)]
         self._jobs: dict[int, Callable[[], Any]] = {}
@@ -56,11 +57,11 @@ class Turns:
             self._back.release()
 
     def is_turn_of(self, micro_batch: int) -> bool:
-        """Tell whether it is this micro-batch's turn."""
+        """Return whether this micro-batch has the turn."""
         return self.current == micro_batch
 
     def pause(self) -> None:
-        """Give up the turn of the calling job until it may go on."""
+        """Give up the turn of the calling job, and return when it has the turn again."""
         micro_batch = self.current
         self._paused.add(micro_batch)
         self._back.release()
@@ -69,9 +70,9 @@ class Turns:
             raise _Stopped
 
     def run(self, jobs: Mapping[int, Callable[[], Any]], wait: Wait) -> dict[int, Any]:
-        """Run jobs to their ends, started in ascending order, and return their results.
+        """Run the jobs, started in ascending order, until all have ended; return their results.
 
-        It raises the first error of a job, or of `wait`, after all other jobs have stopped.
+        Raises the first error of a job or of `wait`, after all other jobs have stopped.
         """
         self._jobs = dict(jobs)
         self._results, self._faults, self._stopping = {}, {}, False

@@ -1,8 +1,8 @@
-"""Placement of a layer's experts on expert ranks, with replicas of busy experts.
+"""Placement of a layer's experts on expert ranks (nodes), with replicas of busy experts.
 
-A node costs the sum over its experts of share times tokens. A layer ends with the most
-expensive node, so the placement keeps the largest cost small. The choice of the replica never
-changes the result. Nothing here moves weights.
+The cost of a node is the sum over its experts of share times tokens. A layer takes as long as its
+most expensive node, so the placement makes the largest cost small. The choice of a replica never
+changes the result of a token. This module moves no weights.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 6 (expert load balance by redundancy).
 """
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _PASSES = 20
-"""Number of passes that lower the largest cost; a pass ends early if nothing changes."""
+"""Most passes that lower the largest cost; they end early once nothing changes."""
 _TRIES = 8
-"""Count of the numbers of replicas that are tried, beside none."""
+"""Number of replica counts that are tried, in addition to no replicas."""
 _GOLDEN = 2654435769
 """2**32 divided by the golden ratio."""
 
@@ -35,16 +35,17 @@ class Placement:
     experts: tuple[tuple[int, ...], ...]
     """Logical experts of each node in local order, ascending; no expert twice on a node."""
     shares: tuple[tuple[float, ...], ...]
-    """Share of each such expert's rows that goes to the node; over all nodes 1 for each expert."""
+    """Share of the expert's rows that goes to the node; an expert's shares over all nodes sum to
+    1."""
 
     @property
     def num_experts(self) -> int:
-        """Logical experts."""
+        """Number of logical experts."""
         return 1 + max(expert for node in self.experts for expert in node)
 
     @property
     def num_local(self) -> int:
-        """Most experts on a node."""
+        """Largest number of experts on a node."""
         return max(len(node) for node in self.experts)
 
     def replicas(self, expert: int) -> tuple[tuple[int, int], ...]:
@@ -57,12 +58,13 @@ class Placement:
 
 
 def place(loads: Sequence[float], num_nodes: int, slots_per_node: int) -> Placement:
-    """Return a placement of experts with these `loads` in tokens, with a small largest cost.
+    """Return a placement of experts with `loads` in tokens that makes the largest cost small.
 
-    It is greedy. Spare slots go one by one to the expert with the highest cost per replica.
-    Replicas go, the most expensive first, to the cheapest node that lacks their expert. Then rows
-    of experts with replicas move away from the most expensive node. It also tries fewer replicas,
-    and none, so that redundancy never makes it worse. All experts must fit.
+    The algorithm is greedy. Spare slots go one by one to the expert with the highest cost per
+    replica. Replicas, the most expensive first, go to the cheapest node without their expert. Then
+    rows of experts with replicas move away from the most expensive node. Fewer replicas, and none,
+    are tried too, so that redundancy never makes the result worse. The slots must suffice for all
+    experts.
     """
     cost = np.asarray(loads, dtype=np.float64)
     num_experts, slots = len(cost), num_nodes * slots_per_node
@@ -84,7 +86,7 @@ def place(loads: Sequence[float], num_nodes: int, slots_per_node: int) -> Placem
 def _spread(
     cost: Floats, counts: NDArray[np.int64], num_nodes: int, slots_per_node: int
 ) -> tuple[NDArray[np.bool_], Floats]:
-    """Return the nodes with replicas and the shares, both [E, nodes], for numbers of replicas."""
+    """Return (nodes with a replica, shares), both [E, nodes], for given numbers of replicas."""
     held = np.zeros((len(cost), num_nodes), dtype=bool)
     load = np.zeros(num_nodes)
     each = cost / counts
@@ -93,7 +95,8 @@ def _spread(
             is_full = held.sum(0) >= slots_per_node
             node = int(np.where(is_full | held[expert], np.inf, load).argmin())
             if is_full[node] or held[expert, node]:
-                # Each node with room has this expert; one without it has an expert to give.
+                # Every node with room already has this expert, so a node without it swaps an
+                # expert.
                 giver = int(np.where(held[expert], np.inf, load).argmin())
                 taker = int(np.where(is_full, np.inf, load).argmin())
                 given = int(np.flatnonzero(held[:, giver] & ~held[:, taker])[0])
@@ -109,8 +112,9 @@ def _spread(
 def fill_shares(cost: Floats, held: NDArray[np.bool_]) -> Floats:
     """Return shares for fixed replicas by water-filling, expert by expert.
 
-    `cost` [E] float64 is that of all rows of an expert; `held` [E, nodes] bool says which node has
-    a replica. The shares are [E, nodes] float64; each row sums to 1, and the largest cost is small.
+    `cost` [E] float64 is the cost of all rows of an expert. `held` [E, nodes] bool is True where a
+    node has a replica. The shares are [E, nodes] float64; each row sums to 1, and the largest cost
+    of a node is small.
     """
     shares: Floats = held / held.sum(1, keepdims=True)
     load = shares.T @ cost
@@ -121,7 +125,7 @@ def fill_shares(cost: Floats, held: NDArray[np.bool_]) -> Floats:
             nodes = np.flatnonzero(held[expert])
             rest = load[nodes] - shares[expert, nodes] * cost[expert]
             rising = np.sort(rest)
-            # The level of the water when it stands over the lowest 1, 2, ... nodes.
+            # Water levels over the lowest 1, 2, ... nodes.
             levels = (rising.cumsum() + cost[expert]) / np.arange(1, len(nodes) + 1)
             filled = np.maximum(levels[(levels > rising).sum() - 1] - rest, 0.0)
             shares[expert, nodes] = filled / filled.sum()
@@ -133,10 +137,10 @@ def fill_shares(cost: Floats, held: NDArray[np.bool_]) -> Floats:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Placements of all sparse layers; they change between iterations only."""
+    """Placements of all sparse layers; they change only between iterations."""
 
     version: int
-    """Rises with each change; every frame has it."""
+    """Number that grows with each change; every frame carries this number."""
     layers: tuple[Placement, ...]
 
     @classmethod
@@ -148,9 +152,9 @@ class ExpertLayout:
         num_redundant: int,
         version: int = 0,
     ) -> ExpertLayout:
-        """Return a layout for loads [layers][experts]; the number of nodes divides that of experts.
+        """Return a layout for loads [layers][experts]; `num_nodes` divides the number of experts.
 
-        Each node has `num_redundant` replicas beside its part.
+        Each node has `num_redundant` slots for replicas in addition to its share of the experts.
         """
         slots = len(loads[0]) // num_nodes + num_redundant
         return cls(version, tuple(place(layer, num_nodes, slots) for layer in loads))
@@ -165,7 +169,7 @@ class ExpertLayout:
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> ExpertLayout:
-        """Return what `plain` was given."""
+        """Restore a layout from the result of `plain`."""
         layers = [
             Placement(*(tuple(map(tuple, layer[name])) for name in ("experts", "shares")))
             for layer in plain["layers"]
@@ -174,11 +178,11 @@ class ExpertLayout:
 
 
 class ReplicaChooser:
-    """Choice of the replica for each row, so that the rows of an expert follow its shares.
+    """Chooses the replica for each row, so that the rows of an expert follow its shares.
 
-    Each source rank has a counter for each layer and expert, which steps through a sequence of low
-    discrepancy: after n rows, a replica has had its share of them to within about log n rows. The
-    choice is deterministic, and sources start at different places.
+    Each source rank has a counter for each layer and expert, which steps through a low-discrepancy
+    sequence: after n rows, a replica has its share of them to within about log n rows. The choice
+    is deterministic, and different sources start at different places.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class ReplicaChooser:
     ) -> None:
         """Start all counters at zero; layers have equal numbers of experts and nodes."""
         self.num_local = max(placement.num_local for placement in placements)
-        """Local experts of each node, by which slots are numbered."""
+        """Number of local experts of each node, by which slots are numbered."""
         num_experts = placements[0].num_experts
         table = [[p.replicas(e) for e in range(num_experts)] for p in placements]
         width = max(len(replicas) for layer in table for replicas in layer)
@@ -203,9 +207,9 @@ class ReplicaChooser:
         self._start = source_rank * _GOLDEN // 3
 
     def slots(self, layer: int, expert_ids: Tensor) -> Tensor:
-        """Return the slot that computes each row, and step the counters.
+        """Return the slot of each row, and step the counters.
 
-        Experts are [b, K] int64; the slots [b, K] are `node * num_local + local expert`.
+        `expert_ids` are [b, K] int64; the slots [b, K] are `node * num_local + local expert`.
         """
         experts = expert_ids.flatten()
         if self._slots.shape[2] == 1:

@@ -1,6 +1,6 @@
-"""The processes of an instance for its coordinator: start, requests, watching, end.
+"""The processes of an engine's ranks, for the coordinator: start, requests, watch, end.
 
-Every wait ends: with an answer, with the end of a process, after some seconds without a sign of
+Every wait ends: with an answer, with the end of a process, after `DEAD_S` seconds without a sign of
 life (a stopped process), or with the time limit of the request.
 """
 
@@ -26,7 +26,7 @@ PING_S = 1.0
 """Seconds between pings to a silent rank."""
 _END_S = 5.0
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Variables that limit a rank's threads: ranks share the cores of a machine."""
+"""Environment variables that limit a rank's threads, since ranks share the cores of a machine."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -53,12 +53,12 @@ def launch(
 ) -> Process:
     """Start a rank as a process of this machine, with one end of a connection as standard input.
 
-    On accelerators it sees only the device of its number, as its first: vLLM takes the first
-    visible device, and page-locked memory begins a context there.
+    On accelerators the rank sees only the device with its number, as its first device. vLLM takes
+    the first visible device, and page-locked memory would open a context there.
     """
     environment = {**os.environ, **_THREADS}
     if device != "cpu":
-        # Indices or names of devices, those of a Kubernetes device plugin among them.
+        # The variable has indices or names of devices, also names of a Kubernetes device plugin.
         visible = environment.get(_VISIBLE)
         environment[_VISIBLE] = visible.split(",")[number] if visible else str(number)
     return subprocess.Popen(
@@ -71,13 +71,13 @@ def launch(
 
 
 Launcher = Callable[[Connection, int], Process]
-"""Function that starts a rank on this machine, from its end of a connection and its number."""
+"""Function that starts a rank on this machine, given its end of a connection and its number."""
 Opener = Callable[[int], tuple[Process, Connection]]
-"""Function of a rank's number that returns its process and this end of its connection."""
+"""Function that returns the process of a rank and this end of its connection, given its number."""
 
 
 def beside(launcher: Launcher) -> Opener:
-    """Return an `Opener` for ranks on this machine."""
+    """Return an `Opener` that starts ranks on this machine."""
 
     def start(number: int) -> tuple[Process, Connection]:
         here, there = Pipe()
@@ -94,23 +94,23 @@ class _Rank:
     heard_s: float = 0.0
     asked_s: float = 0.0
     has_spoken: bool = False
-    """False while the rank still imports its packages and answers nothing."""
+    """False while the rank still imports its packages and cannot answer."""
     answers: dict[int, Message] = field(default_factory=dict)
 
 
 @dataclass
 class Answers:
-    """Answers by rank."""
+    """Answers of ranks, with faults and losses."""
 
     given: dict[int, Message] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
-    """Reasons why ranks could not carry out the request."""
+    """Map from rank to the reason why it could not carry out the request."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Reasons why ranks died; each is reported once."""
+    """Map from rank to the reason why it died; each loss is reported once."""
 
 
 class Processes:
-    """The living ranks of one instance."""
+    """The living ranks of one engine."""
 
     def __init__(self, timeout_s: float, opener: Opener) -> None:
         """Start no rank yet; `timeout_s` is the longest wait for an answer."""
@@ -129,13 +129,13 @@ class Processes:
         return {number: rank.process.pid for number, rank in self._ranks.items()}
 
     def start(self, settings: RankSettings) -> int:
-        """Start a rank; return the number of the request that it answers once it is ready."""
+        """Start a rank; return the number of the request that it answers when it is ready."""
         process, end = self._open(settings.rank)
         self._ranks[settings.rank] = _Rank(process, Channel(end, round(DEAD_S)))
         return self.tell([settings.rank], {"op": "start", "settings": settings.plain()})
 
     def tell(self, ranks: Iterable[int], message: Mapping[str, Any]) -> int:
-        """Send a message to living ranks; return the number of the request, for their answers."""
+        """Send a message to living ranks; return the request number, which their answers repeat."""
         self._number += 1
         for number in [number for number in ranks if number in self._ranks]:
             try:
@@ -145,16 +145,16 @@ class Processes:
         return self._number
 
     def gather(self, numbers: Mapping[int, int]) -> Answers:
-        """Wait until each rank has answered its request, or is dead.
+        """Wait until each rank has answered its request or is dead.
 
         It returns early if a rank reports a fault or is lost, so that the caller can inform the
-        others; ranks without an answer are then in none of the tables. It pings a silent rank, and
-        ends it if it does not answer.
+        others; a rank without an answer is then in none of the tables. It pings a silent rank, and
+        ends the rank if it does not answer.
         """
         answers = Answers()
         deadline = time.monotonic() + self.timeout_s
         for rank in self._ranks.values():
-            # Nobody listened before, so silence until now says nothing.
+            # Nobody read the connection before, so earlier silence has no meaning.
             rank.heard_s = rank.asked_s = time.monotonic()
         while True:
             looked_s = time.monotonic()
@@ -173,11 +173,11 @@ class Processes:
                     self.kill(number, f"did not answer within {self.timeout_s:g} s")
 
     def watch(self, looked_s: float) -> float:
-        """End ranks that have exited or stay silent, and ping quiet ranks.
+        """Kill ranks that have exited or stay silent, and ping quiet ranks; return the seconds for
+        which this process was stopped.
 
-        It returns the seconds since the last check, at `looked_s`, for which this process itself
-        was
-        stopped: missing answers in that time say nothing about the ranks.
+        These seconds are the time since the last check, at `looked_s`, beyond a normal pause.
+        Missing answers in that time say nothing about the ranks.
         """
         now = time.monotonic()
         was_stopped = now - looked_s > DEAD_S / 2
@@ -196,7 +196,7 @@ class Processes:
         return now - looked_s if was_stopped else 0.0
 
     def _sort_out(self, numbers: Mapping[int, int], answers: Answers) -> None:
-        """Move what has come to its table, and end those ranks that others have lost."""
+        """Move received answers to their table, and kill ranks that other ranks have lost."""
         messages, self._reported = self._reported, []
         for number, question in numbers.items():
             rank = self._ranks.get(number)
@@ -214,7 +214,7 @@ class Processes:
         self._lost = {}
 
     def _read(self, number: int) -> bool:
-        """Take what a rank has sent; return whether there was a message."""
+        """Store one message that a rank has sent; return whether there was one."""
         rank = self._ranks.get(number)
         has_spoken = False
         try:
@@ -236,7 +236,7 @@ class Processes:
         rank = self._ranks.pop(number, None)
         if rank is None:
             return
-        # What it has said itself, such as why it could not start, tells more than its end.
+        # The rank's own fault, e.g. why it could not start, explains more than its exit.
         told = [answer["fault"] for answer in rank.answers.values() if "fault" in answer]
         self._lost[number] = "; ".join([*told, reason])
         rank.channel.close()
@@ -244,7 +244,7 @@ class Processes:
         rank.process.wait()
 
     def close(self) -> None:
-        """End all ranks, at first politely; returns when no process is left."""
+        """End all ranks, first by a message; return when no process is left."""
         self.tell(self._ranks, {"op": "close"})
         ranks, self._ranks = list(self._ranks.values()), {}
         deadline = time.monotonic() + _END_S

@@ -1,8 +1,8 @@
-"""One rank of an instance: `python -m planish.engines.disagg.rank`, started by the engine.
+"""One rank of an engine: `python -m planish.engines.disagg.rank`, started by the engine.
 
 Standard input is one end of the control connection; its first message is the settings. The process
 ends with that connection, even if its main thread is busy. On another machine than the
-coordinator's the host of the rank starts it, and sets the address for rows.
+coordinator's, the host starts the rank and sets the address for hidden states.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def open_transport(settings: RankSettings, host: str = "127.0.0.1", port: int = 
 
 
 class HeldWeights:
-    """Fetches pinned policies and reports their state to the rank's host."""
+    """Fetches pinned policies and reports to the host which weights are wanted and in use."""
 
     def __init__(self, told: TextIO | None = None) -> None:
         """Start without weights; `told` gets a line of JSON at each change, None for no reports."""
@@ -74,7 +74,7 @@ class HeldWeights:
         """Return the message with its policy folder, if it names one, on this machine.
 
         The message has settings, with a `pin` if their `folder` is on another machine; or it has
-        the address of new `weights`, which the rank fetches itself.
+        the address of new `weights`, which the rank itself fetches.
         """
         pin = str(message.get("weights") or message.get("pin", ""))
         self._wanted, self._next = pin, int(message["version"])
@@ -85,7 +85,7 @@ class HeldWeights:
         return {**message, "folder": str(fetch_files(uri, sha256=digest, schema="policy/1"))}
 
     def hold(self) -> None:
-        """Record that the policy wanted last is in use."""
+        """Record that the policy wanted last is now in use."""
         self._held = self._wanted, self._next
         self._tell()
 
@@ -105,16 +105,19 @@ def serve(
     *,
     is_alone: bool = False,
 ) -> None:
-    """Run the rank that the first message describes, until `close`; PeerLost: no coordinator.
+    """Run the rank that the first message describes, until a message `close`.
 
     Args:
-        channel: to the coordinator.
+        channel: connection to the coordinator.
         on_end: called by another thread when the coordinator is gone.
-        new_transport: as `open_transport`.
-        held: gets the wanted and the current weights; None for no reports.
-        device: replaces the coordinator's choice; empty takes that.
-        is_alone: this process does nothing else, so its temporary files, such as those of a killed
-                        vLLM, lie in the coordinator's folder and are removed with it.
+        new_transport: function like `open_transport`.
+        held: reports the wanted and the current weights; None for no reports.
+        device: replaces the coordinator's choice of device; empty keeps it.
+        is_alone: this process does nothing else, so its temporary files, e.g. those of a killed
+            vLLM, lie in the coordinator's folder and are removed with it.
+
+    Raises:
+        PeerLost: the coordinator is gone.
     """
     message = channel.receive()
     inbox: Inbox = queue.SimpleQueue()
@@ -144,7 +147,7 @@ def serve(
         channel.send({"re": message["id"], **_fault(error)})
         return
     try:
-        # The coordinator may have left already, for another rank that could not start.
+        # The coordinator may have left already, because another rank could not start.
         answer = {"address": transport.address, **role.stats({})}
         channel.send({"re": message["id"], **answer})
         _work(role, channel, inbox, held)
@@ -154,7 +157,7 @@ def serve(
 
 
 def _listen(channel: Channel, inbox: Inbox, on_end: Callable[[], None]) -> None:
-    """Put what the coordinator says into the inbox; answer a `ping` at once."""
+    """Put the coordinator's messages into the inbox; answer a `ping` at once."""
     try:
         while True:
             message = channel.receive()
@@ -168,7 +171,7 @@ def _listen(channel: Channel, inbox: Inbox, on_end: Callable[[], None]) -> None:
 
 
 def _work(role: Any, channel: Channel, inbox: Inbox, held: HeldWeights) -> None:
-    """Serve messages and frames in the order in which they come, until `close`."""
+    """Serve messages and frames in the order of their arrival, until `close`."""
     while True:
         item = None
         if not role.has_work or not inbox.empty():
@@ -226,7 +229,9 @@ def run(
     held: HeldWeights | None = None,
     device: str = "",
 ) -> None:
-    """Run the only rank of this process like `serve`, with the coordinator at standard input."""
+    """Run the only rank of this process like `serve`; standard input is the connection to the
+    coordinator.
+    """
     spare_collections()
     channel = Channel(Connection(os.dup(sys.stdin.fileno())))
     try:

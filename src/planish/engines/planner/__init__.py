@@ -1,4 +1,5 @@
-"""Planner for separate attention and experts of a model: performance, search, simulation.
+"""Planner for models whose attention and experts run on different GPUs: performance, search,
+simulation.
 
 Source: MegaScale-Infer, arXiv 2504.02263.
 """

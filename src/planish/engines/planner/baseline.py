@@ -1,10 +1,10 @@
 """Colocated deployments: attention and experts on the same GPUs, one after the other.
 
-`ideal` has no overhead beyond the performance model: no scheduler and no idle moment. `framework`
-takes `FRAMEWORK_OVERHEAD` times as long.
+The baseline `ideal` has no overhead beyond the performance model: no scheduler and no idle time.
+The baseline `framework` takes `FRAMEWORK_OVERHEAD` times as long.
 
 Source: the baselines of MegaScale-Infer, arXiv 2504.02263: tensor parallelism inside a node, and
-across nodes if the weights need several. The other two forms are in use today.
+across nodes if the weights need several. The forms `ep` and `pp` are in use today.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from planish.engines.planner.performance import (
 from planish.engines.planner.query import BaselineName, Objective, Query
 
 Form = Literal["tp", "ep", "pp"]
-"""`tp`: every matrix over all GPUs; `ep`: attention replicas, experts over all GPUs; `pp`: layers
-over nodes, tensor parallelism inside each."""
+"""`tp`: every matrix is split over all GPUs. `ep`: attention is replicated, experts are distributed
+over all GPUs. `pp`: layers are distributed over nodes, with tensor parallelism inside each node."""
 FRAMEWORK_OVERHEAD = 2.0
-"""The paper's ratio to vLLM over that to TensorRT-LLM, 2.56 / 1.28: one number for all models."""
+"""The paper's speedup over vLLM divided by its speedup over TensorRT-LLM, 2.56 / 1.28; used for all
+models."""
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of GPUs in a deployment; above one node only whole nodes."""
 
@@ -45,23 +46,23 @@ class ColocatedPlan:
     form: Form
     gpus: int
     tp: int
-    """GPUs that share attention."""
+    """GPUs over which attention is split."""
     batch: int
     total: float
-    """Seconds of an iteration: the time between tokens."""
+    """Seconds of an iteration, i.e. the time between two tokens of a response."""
     per_gpu: float
-    """Tokens per second and GPU; the next fields are per price and per watt, NaN if unknown."""
+    """Tokens per second and GPU. The next two fields are per price and per watt, NaN if unknown."""
     per_cost: float
     per_watt: float
 
     def value(self, objective: Objective) -> float:
-        """Return the objective of a search."""
+        """Return the figure that the search maximises."""
         value: float = getattr(self, f"per_{objective}")
         return value
 
 
 def baselines(query: Query, gpu: Gpu, name: BaselineName = "ideal") -> list[ColocatedPlan]:
-    """Return every colocated deployment of a GPU that fits, the best per GPU first."""
+    """Return every colocated deployment that fits on a GPU type, the best per GPU first."""
     found = []
     overhead = FRAMEWORK_OVERHEAD if name == "framework" else 1.0
     for form, size, tp in shapes(query.model, gpu):
@@ -78,14 +79,16 @@ def baselines(query: Query, gpu: Gpu, name: BaselineName = "ideal") -> list[Colo
 
 
 def shapes(model: MoeModel, gpu: Gpu) -> Iterator[tuple[Form, int, int]]:
-    """Yield form, GPUs, and GPUs that share attention, for all shapes that the model allows."""
+    """Yield (form, number of GPUs, GPUs that split attention) for all shapes that the model
+    allows.
+    """
     node = gpu.per_node
     sizes = [size for size in SIZES if size <= node or size % node == 0]
     forms: list[tuple[Form, int, int]] = [("tp", size, size) for size in sizes]
     forms += [("ep", size, tp) for size in sizes[1:] for tp in sizes if tp <= min(size, node)]
     forms += [("pp", size, node) for size in sizes if size > node and model.layers >= size // node]
     for form, size, tp in forms:
-        # Tensor parallelism cuts every expert; expert parallelism deals whole ones out.
+        # Tensor parallelism splits every expert; expert parallelism distributes whole experts.
         uneven = model.num_experts % size if form == "ep" else model.expert_size % tp
         if not uneven and model.splits_over(tp):
             yield form, size, tp
@@ -94,16 +97,16 @@ def shapes(model: MoeModel, gpu: Gpu) -> Iterator[tuple[Form, int, int]]:
 def colocated(
     query: Query, gpu: Gpu, form: Form, size: int, tp: int
 ) -> tuple[Callable[[float], float], int]:
-    """Return the seconds of an iteration as a function of the rows of each group, and a bound.
+    """Return the seconds of an iteration as a function of the rows of each group, and a bound of
+    the rows.
 
-    A group is an attention replica or a pipeline stage; memory has room for fewer rows than the
-        bound. Imbalance counts only for `ep`, since under `tp` every GPU has a part of every
-        expert.
+    A group is an attention replica or a pipeline stage. Memory has room for fewer rows than the
+    bound. Imbalance counts only for `ep`, since under `tp` every GPU has a part of every expert.
     """
     model, constants = query.model, query.constants
     length, spread = query.workload.length, form == "ep"
     stages = size // gpu.per_node if form == "pp" else 1
-    # Experts of a layer on one GPU, and rows for them from one row of each group.
+    # Experts of a layer on one GPU, and rows for them per row of a group.
     local = model.num_experts / size if spread else model.num_experts
     share = model.experts_per_token * (query.workload.imbalance / tp if spread else 1.0)
     attention = attention_stage(model, gpu, tp, length, constants, shared_sum=spread)
@@ -120,7 +123,7 @@ def colocated(
 
     def seconds(rows: float) -> float:
         busy = rows * share
-        # Experts that no row meets are not read.
+        # The weights of experts without rows are not read.
         reading = experts.weights * min(1.0, busy / local)
         computing = max(busy * experts.compute, reading) + experts.fixed
         layer = attention.seconds(rows) + computing + rows * slope + fixed
@@ -129,7 +132,7 @@ def colocated(
     weights = model.attention_bytes(tp)
     weights += BYTES * model.expert_parameters * model.num_experts // (size if spread else tp)
     free = free_bytes(gpu, weights / stages, constants)
-    # Each of the batches of a pipeline has its cache of a share of the layers here.
+    # Each batch of the pipeline caches keys and values for this GPU's share of the layers.
     row_bytes = length * model.kv_bytes(tp) * model.all_layers
     return seconds, int(free / row_bytes) + 1 if free > 0 else 1
 
@@ -137,10 +140,10 @@ def colocated(
 def expert_exchange(
     model: MoeModel, gpu: Gpu, constants: Constants, form: Form, size: int, tp: int
 ) -> tuple[float, float]:
-    """Return seconds per row and fixed seconds of the communication for one layer's experts."""
+    """Return (seconds per row, fixed seconds) of the communication for one layer's experts."""
     if form != "ep":
         return all_reduce(model.hidden_size, tp, gpu, constants)
-    # Out and back; a row goes to all experts of its token, those of other nodes over the network.
+    # Both directions; a row goes to all experts of its token, over the network to other nodes.
     sent = 2 * BYTES * model.hidden_size * model.experts_per_token / tp
     node = min(size, gpu.per_node)
     inside = sent * (node - 1) / size / (gpu.link_rate * constants.link_efficiency)

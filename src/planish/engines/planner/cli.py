@@ -1,6 +1,6 @@
 """The command line `planish rollout ...`: its options, and the function of each command.
 
-It imports only argparse before a command is known. Commands yield plain tables and lines; the
+Only argparse is imported before a command is known. Commands yield tables and lines of text; the
 caller prints them.
 """
 
@@ -17,7 +17,7 @@ from planish.base.errors import ConfigError
 from planish.base.text import Table
 
 Progress = Callable[[str, int, int], None]
-"""Callback with a text, steps done and steps in all (0: unknown)."""
+"""Function that is called with a text, steps done and steps in all (0: unknown)."""
 
 Lines = Iterator[Table | str]
 """Output of a command, piece by piece."""
@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "wait for a coordinator and run one rank for it, on the machine of the rank",
     ),
 }
-"""Command to its `module:function` and its line of help."""
+"""Map from command to its `module:function` and its line of help."""
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def replicas(text: str) -> tuple[int, ...] | str:
-    """Return numbers like `counts`; `balance` and `around` unchanged."""
+    """Return numbers like `counts`; the words `balance` and `around` stay as they are."""
     return text if text in ("balance", "around") else counts(text)
 
 

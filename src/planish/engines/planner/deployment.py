@@ -1,6 +1,6 @@
-"""One deployment: attention replicas and expert nodes of given GPUs, and its stage times.
+"""One deployment: attention replicas and expert nodes on given GPUs, with the times of its stages.
 
-Memory, stages and network are those of a whole instance; the search chooses its batch.
+Memory, stages and network are properties of a whole instance; the search chooses its batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from planish.engines.planner.performance import (
 from planish.engines.planner.pipeline import iteration_seconds
 
 Profiles = Mapping[tuple[str, str, int], Measured]
-"""(`attention` or `experts`, GPU, tp) -> measured stage, which replaces the computed one."""
+"""Map from (`attention` or `experts`, GPU, tp) to the measured stage, which replaces the computed
+one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,14 @@ class Times:
     experts: float
     """Seconds on the busiest node."""
     network: float
-    """Seconds of one direction between them."""
+    """Seconds of one direction between attention and experts."""
     outside: float
-    """Seconds of layers without experts and of logits, on the attention node, once an iteration."""
+    """Seconds of layers without experts and of logits, on the attention node, once per
+    iteration."""
 
 
 class Deployment:
-    """Attention replicas and expert nodes, whether or not they fit."""
+    """Attention replicas and expert nodes on given GPUs; they need not fit into memory."""
 
     def __init__(
         self,
@@ -61,8 +63,9 @@ class Deployment:
     ) -> None:
         """Compute the stages.
 
-        `n_a` attention replicas have `tp_a` GPUs each, and `n_e` expert nodes, which divide the
-        experts, `tp_e`. Measured `profiles` override the `constants`.
+        There are `n_a` attention replicas with `tp_a` GPUs each. There are `n_e` expert nodes with
+        `tp_e` GPUs each; `n_e` divides the number of experts. Measured `profiles` override the
+        `constants`.
         """
         self.model, self.attention_gpu, self.expert_gpu = model, attention_gpu, expert_gpu
         self.tp_a, self.tp_e, self.n_a, self.n_e = tp_a, tp_e, n_a, n_e
@@ -70,7 +73,7 @@ class Deployment:
         self.attention: Stage = profiles.get(
             ("attention", attention_gpu.name, tp_a)
         ) or attention_stage(model, attention_gpu, tp_a, length, constants)
-        """Seconds for the rows of one replica, as those of `outside` and `network`."""
+        """Seconds for the rows of one replica; so are `outside` and `network`."""
         measured = profiles.get(("experts", expert_gpu.name, tp_e))
         self.experts: Stage = (
             measured.repeated(local)
@@ -89,20 +92,20 @@ class Deployment:
             latency=constants.network_seconds,
         )
         self.expert_rows = n_a * model.experts_per_token / n_e * workload.imbalance
-        """Rows of the busiest expert node for one row of each replica."""
+        """Rows of the busiest expert node per row of each replica."""
         self.row_bytes = length * model.kv_bytes(tp_a) * model.all_layers
-        """Bytes of cache on one attention GPU for one request."""
+        """Bytes of KV cache on one attention GPU for one request."""
         self.free_bytes = free_bytes(attention_gpu, model.attention_bytes(tp_a), constants)
-        """Bytes of one attention GPU for the cache."""
+        """Bytes of one attention GPU that remain for the KV cache."""
         self.gpus = tp_a * n_a + tp_e * n_e
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Numbers of GPUs, replicas and nodes by name."""
+        """Map from name to number of GPUs, replicas and nodes."""
         return {"tp_a": self.tp_a, "tp_e": self.tp_e, "n_a": self.n_a, "n_e": self.n_e}
 
     def sum_of(self, figure: str) -> float:
-        """Return the sum of `price` or `watts` over all GPUs; NaN if that of one is unknown."""
+        """Return the sum of `price` or `watts` over all GPUs; NaN if a GPU lacks the figure."""
         a, e = (getattr(gpu, figure) for gpu in (self.attention_gpu, self.expert_gpu))
         return self.tp_a * self.n_a * a + self.tp_e * self.n_e * e if a and e else math.nan
 
@@ -116,12 +119,14 @@ class Deployment:
         )
 
     def total(self, rows: float, micro_batches: int) -> float:
-        """Return the seconds of an iteration: the formula, and the time outside the pipeline.
+        """Return the seconds of an iteration: the pipeline's formula, plus the time outside the
+        pipeline.
 
-        The time outside is added for each micro-batch, since they share the attention node. This is
-                an upper bound, because a part of it may hide behind the experts.
+        The time outside is added for each micro-batch, since micro-batches share the attention
+        node. The sum is an upper bound, because a part of that time may overlap with the
+        experts.
         """
-        # The search asks millions of times: no object is made here.
+        # The search calls this millions of times, so it creates no object.
         inside = iteration_seconds(
             self.attention.seconds(rows),
             self.experts.seconds(rows * self.expert_rows),
@@ -132,7 +137,9 @@ class Deployment:
         return inside + micro_batches * self.outside.seconds(rows)
 
     def most_rows(self, micro_batches: int) -> int:
-        """Return the rows of a micro-batch for which a replica has memory, with all its caches."""
+        """Return the most rows of a micro-batch for which a replica has memory, with all its KV
+        caches.
+        """
         # The bound is strict: at equality memory does not suffice.
         return max(0, math.ceil(self.free_bytes / (micro_batches * self.row_bytes)) - 1)
 

@@ -38,7 +38,7 @@ class _Stored(BaseModel):
 
 
 class PlannedSizes(_Stored):
-    """Words of a plan, as docs/moe-rollout.md explains them."""
+    """The sizes of a plan; docs/moe-rollout.md explains their names."""
 
     attention_gpu: str
     expert_gpu: str
@@ -52,7 +52,7 @@ class PlannedSizes(_Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage(Measured):
-    """A measured stage that a plan was computed with."""
+    """A measured stage from which a plan was computed."""
 
     stage: str
     gpu: str
@@ -89,13 +89,13 @@ class PlannedRun(_Stored):
 
     @cached_property
     def cache_seconds(self) -> float:
-        """Seconds of attention for one row and cached token of a layer."""
+        """Seconds of attention for one row and one cached token of a layer."""
         gpu = self.gpus[self.plan.attention_gpu]
         return attention_core(self.model, gpu, self.plan.tp_a, 1.0, self.constants)
 
     @property
     def places(self) -> int:
-        """Maximum of requests that are decoded together."""
+        """Most requests that are decoded together."""
         return self.plan.n_a * self.plan.m * self.plan.b_a
 
     @model_validator(mode="after")
@@ -151,22 +151,23 @@ def _read(kind: type[DocumentT], path: Path, command: str) -> DocumentT:
 
 
 def read_plan(path: Path) -> PlannedRun:
-    """Return the plan in a document; ConfigError if it has none."""
+    """Return the plan of a document; ConfigError if the document has no plan."""
     return _read(PlannedRun, path, "planish rollout plan --json")
 
 
 def read_profile(
     path: Path, model: MoeModel, length: float, constants: Constants
 ) -> tuple[Gpu, Constants, Profiles]:
-    """Return the measured GPU and its stages, smoothed so that more rows never take less time.
+    """Return (measured GPU, constants, stages); stages are smoothed so that more rows never take
+    less time.
 
-    The data sheet gives what was not measured: sums over GPUs, norms and the router, and the cache
-    of a request with another `length` in tokens than measured. If frames were measured, the line
-    through them replaces the network's rate and constants.
+    The data sheet gives the figures that were not measured: sums over GPUs, norms and the router,
+    and the cache of a request with another `length` in tokens than measured. If frames were
+    measured, a line through them replaces the network's rate and constants.
     """
     document = _read(_Profile, path, "planish rollout profile")
     gpu = document.gpu
-    # A name may differ, as that of a folder; the shapes may not.
+    # The names may differ, e.g. folders; the shapes may not.
     if vars(document.model) | {"name": ""} != vars(model) | {"name": ""}:
         raise ConfigError(
             f"`--profile` must be of the model that is planned, {model.name}, got one of "

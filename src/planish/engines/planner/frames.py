@@ -35,7 +35,7 @@ def _open(name: str, rank: int, largest: int, secret: str, device: torch.device)
 
 
 def _answer(pipe: Connection, name: str, largest: int, secret: str, device: torch.device) -> None:
-    """Be rank 1: answer each frame, once its rows are on the device, without any."""
+    """Run rank 1: answer each frame by a frame without rows, after its rows are on the device."""
     transport = _open(name, 1, largest, secret, device)
     arrived: Any = queue.SimpleQueue()
     pipe.send(transport.address)
@@ -50,10 +50,10 @@ def _answer(pipe: Connection, name: str, largest: int, secret: str, device: torc
 def frame_seconds(
     name: str, device: torch.device, sizes: Sequence[int], repeats: int
 ) -> list[float]:
-    """Return the median seconds of one direction of frames of `sizes` bytes, multiples of 4 KiB.
+    """Return the median seconds of one direction for frames of each of `sizes` bytes.
 
-    Both processes compute on `device`. The answer has no rows, so its time is half of the round
-    trip of frames without rows; the result does not include it.
+    Sizes are multiples of 4 KiB. Both processes compute on `device`. The answer has no rows; its
+    time is taken as half of the round trip of frames without rows, and subtracted.
 
     Raises:
         EngineError: the other process ends, or the transport is not available.
@@ -84,7 +84,7 @@ def frame_seconds(
                 arrived.get(timeout=_LONGEST_S)
                 times.append(time.perf_counter() - begin)
             seconds.append(median(times[1:]))
-        # The way with rows is no shorter than the way without, whatever a busy machine measures.
+        # Noise must not make a frame with rows faster than a frame without.
         return [max(whole - seconds[0] / 2, whole / 2) for whole in seconds[1:]]
     except (EOFError, queue.Empty) as error:
         raise EngineError(

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, w
 from planish.base.errors import ConfigError
 
 STORED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""Types of the figures in the planner's documents."""
+"""Pydantic settings of the planner's documents: strict types, no unknown keys."""
 
 
 @with_config(STORED)
@@ -29,11 +29,11 @@ class Gpu:
     watts: NonNegativeFloat
     """Power at full load in watts; 0 if unknown."""
     link_rate: PositiveFloat
-    """Rate in one direction to the other GPUs of its node: NVLink or PCIe."""
+    """Rate in one direction to the other GPUs of the node, over NVLink or PCIe."""
     network_rate: PositiveFloat
-    """Rate in one direction to other nodes: its share of the node's cards."""
+    """Rate in one direction to other nodes: the GPU's share of the node's network cards."""
     price: NonNegativeFloat = 0.0
-    """Price in units of an L20; 0 if none is published."""
+    """Price in units of the price of an L20; 0 if no price is published."""
     per_node: PositiveInt = 8
 
 
@@ -57,17 +57,18 @@ GPUS: dict[str, Gpu] = {
         _gpu("h200", 0.0, 141, 4800, 989, 700, 450, 50),
     )
 }
-"""Price, memory, rates of L20, H800, A800, H20 and L40S and watts of H20 and L40S are those of the
-paper; the others the vendors'. Networks of A800 (8 cards of 200 Gb/s per node of 8), H20 (4 of 400)
-and L40S (2 of 400) are the paper's testbeds; L20 is taken as L40S, A100 as A800, and H800, H100 and
-H200 with one card of 400 Gb/s each."""
+"""Price, memory and rates of L20, H800, A800, H20 and L40S, and watts of H20 and L40S, are figures
+of the paper; all other figures are the vendors'. The paper's testbeds have these networks: A800 8
+cards of 200 Gb/s per node of 8, H20 4 of 400, L40S 2 of 400. We assume the network of L40S for L20,
+the network of A800 for A100, and one card of 400 Gb/s per GPU for H800, H100 and H200."""
 
 _LARGEST = 1e18
 _CHANGEABLE = tuple(field.name for field in dataclasses.fields(Gpu) if field.name != "name")
 
 
 def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
-    """Return the GPUs of a list with commas, each once, in its order; or raise ConfigError.
+    """Return the GPUs of a comma-separated list, in order, without repetitions; or raise
+    ConfigError.
 
     Names are those of the table, or of the `measured` GPU of a profile.
 
@@ -87,7 +88,8 @@ def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
 
 
 def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
-    """Return GPUs with the user's figures, each `<gpu>.<figure>=<number>` in the units of `Gpu`.
+    """Return GPUs with changed figures; a change is `<gpu>.<figure>=<number>` in the units of
+    `Gpu`.
 
     Example:
         >>> changed(find_gpus("h100"), ["h100.price=4.5"])[0].price

@@ -1,7 +1,7 @@
 """Mixture-of-experts models for the planner: shapes, from a name or a config.json.
 
-It reads no weights. Router, norms and biases are left out of times and memory: they are small and
-covered by the reserve.
+The planner reads no weights. Router, norms and biases do not count in times and memory, since they
+are small; the memory reserve covers them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MoeModel:
     name: str
     """Name in the table, or the folder of its config.json."""
     layers: PositiveInt
-    """Layers with experts."""
+    """Number of layers with experts."""
     hidden_size: PositiveInt
     expert_size: PositiveInt
     num_experts: PositiveInt
@@ -39,30 +39,30 @@ class MoeModel:
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
-    """Width of a head. Ignored, like `num_kv_heads`, with latent attention."""
+    """Width of a head; not used with latent attention, and neither is `num_kv_heads`."""
     vocab_size: PositiveInt
     tied_embeddings: bool = False
     dense_layers: NonNegativeInt = 0
-    """Layers without experts."""
+    """Number of layers without experts."""
     dense_size: NonNegativeInt = 0
-    """Intermediate size of the feed-forward network in these."""
+    """Intermediate size of the feed-forward network in layers without experts."""
     shared_size: NonNegativeInt = 0
     """Intermediate size of all shared experts of a layer together."""
     q_rank: NonNegativeInt = 0
-    """Rank of the queries of latent attention; 0: they are not compressed."""
+    """Rank of the queries in latent attention; 0: queries are not compressed."""
     kv_rank: NonNegativeInt = 0
-    """Rank of keys and values of latent attention; 0: grouped heads. The sizes below are of latent
-    attention: the rotary part of a head, its other part, and a value head."""
+    """Rank of keys and values in latent attention; 0: grouped-query attention. The next three sizes
+    are only for latent attention: the rotary part of a head, its other part, and a value head."""
     rope_dim: NonNegativeInt = 0
     nope_dim: NonNegativeInt = 0
     value_dim: NonNegativeInt = 0
 
     def attention_matrices(self, tp: int) -> list[tuple[int, int]]:
-        """Return rows and columns of the attention matrices on one of `tp` GPUs.
+        """Return (rows, columns) of each attention matrix on one of `tp` GPUs.
 
-        Key and value heads are replicated once there are more GPUs than heads; the compressing
-        matrices of latent attention always are. Keys and values of latent attention stay
-        compressed: their expanding matrices work on the queries and on the result.
+        Key and value heads are replicated if there are more GPUs than heads; the compressing
+        matrices of latent attention are replicated always. Keys and values of latent attention stay
+        compressed: their expanding matrices are applied to the queries and to the result.
         """
         width, heads = self.hidden_size, self.num_heads // tp
         if not self.kv_rank:
@@ -79,7 +79,9 @@ class MoeModel:
         return [*first, *absorbed, (heads * self.value_dim, width)]
 
     def feed_forward_matrices(self, size: int, tp: int) -> list[tuple[int, int]]:
-        """Return rows and columns of a gated feed-forward network's matrices; none for size 0."""
+        """Return (rows, columns) of each matrix of a gated feed-forward network; none for size
+        0.
+        """
         if not size:
             return []
         return [(self.hidden_size, 2 * size // tp), (size // tp, self.hidden_size)]
@@ -91,23 +93,23 @@ class MoeModel:
         return 2 * BYTES * self.head_dim * self.num_kv_heads // min(tp, self.num_kv_heads)
 
     def core_flops(self, tp: int) -> int:
-        """Return the operations of one of `tp` GPUs for one row, cached token and layer."""
+        """Return the operations of one of `tp` GPUs per row, cached token and layer."""
         if self.kv_rank:
             return 2 * (self.num_heads // tp) * (2 * self.kv_rank + self.rope_dim)
         return 4 * (self.num_heads // tp) * self.head_dim
 
     @property
     def all_layers(self) -> int:
-        """Layers with and without experts."""
+        """Number of layers, with and without experts."""
         return self.layers + self.dense_layers
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one routed expert over all layers: P_e of the paper."""
+        """Number of parameters of one routed expert over all layers: P_e of the paper."""
         return self.layers * 3 * self.hidden_size * self.expert_size
 
     def splits_over(self, tp: int) -> bool:
-        """Tell whether GPUs share the heads evenly; KV heads may be repeated, a latent has none."""
+        """Return whether GPUs can share the heads evenly; KV heads may be replicated."""
         kv = tp if self.kv_rank else self.num_kv_heads
         return not self.num_heads % tp and not (kv % tp and tp % kv)
 
@@ -154,8 +156,8 @@ MODELS: dict[str, MoeModel] = {
         ),
     )
 }
-"""Published models by name. Scaled-MoE, a model of the paper, is assumed to have Mixtral's
-vocabulary and 64 heads of 128."""
+"""Published models by name. We assume that Scaled-MoE, a model of the paper, has the vocabulary of
+Mixtral and 64 heads of 128."""
 
 
 def find_model(text: str) -> MoeModel:
@@ -173,10 +175,10 @@ def find_model(text: str) -> MoeModel:
 
 
 def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
-    """Return the shapes of a config.json of any family with experts, or raise ConfigError.
+    """Return the shapes in a config.json of any family with experts, or raise ConfigError.
 
-    Keys are those of Qwen3-MoE, Mixtral and DeepSeek-V3; a family with the same keys needs no
-        entry.
+    Keys are those of Qwen3-MoE, Mixtral and DeepSeek-V3; a family with these keys needs no
+    entry.
     """
     config = language_config(config)
     experts = num_experts(config)

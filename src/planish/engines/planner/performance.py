@@ -22,8 +22,8 @@ from planish.engines.planner.gpus import STORED, Gpu
 from planish.engines.planner.models import BYTES, MoeModel
 
 Combine = Literal["exact", "local_sum"]
-"""`exact`: one row per token and expert crosses the network; `local_sum`: at most one per token and
-expert node, which sums its experts."""
+"""`exact`: one row per token and expert crosses the network. `local_sum`: at most one row per token
+and expert node crosses it, since the node sums its experts."""
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Cost = Annotated[float, Field(ge=0.0, lt=LARGEST)]
 
@@ -31,25 +31,25 @@ Cost = Annotated[float, Field(ge=0.0, lt=LARGEST)]
 @with_config(STORED)
 @dataclass(frozen=True)
 class Constants:
-    """Constants beyond data sheets; the same for every model and GPU."""
+    """Constants that data sheets do not give, equal for every model and GPU."""
 
     compute_efficiency: Share = 0.70
-    """Share of the sheet's operations per second that large matrices reach."""
+    """Share of the data sheet's operations per second that large matrices reach."""
     memory_efficiency: Share = 0.80
-    """Share of the sheet's memory rate that reading weights and caches reaches."""
+    """Share of the data sheet's memory rate that reading weights and caches reaches."""
     link_efficiency: Share = 0.70
     """Share of the link's rate that an all-reduce inside a node reaches."""
     kernel_seconds: Cost = 4e-6
     link_seconds: Cost = 8e-6
     """Latency of an all-reduce for each doubling of its GPUs."""
     layer_seconds: Cost = 8e-6
-    """Seconds of norms, router and the like, per layer and stage."""
+    """Seconds of norms, router and other small kernels, per layer and stage."""
     network_seconds: Cost = 20e-6
     """Latency of one direction between attention and experts."""
     half_rate_bytes: Cost = 128 * 1024
     """Size of a transfer that reaches half the rate of the network."""
     memory_reserve: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.10
-    """Share of a GPU's memory that stays free for activations and the rest."""
+    """Share of a GPU's memory that stays free for activations and other data."""
 
 
 @with_config(STORED)
@@ -58,10 +58,10 @@ class Workload:
     """The decoded requests, and their distribution over experts."""
 
     input_tokens: PositiveFloat = 571.0
-    """Prompt tokens; the median of the paper's workload, like the response tokens."""
+    """Prompt tokens of a request; like the response tokens, the median of the paper's workload."""
     output_tokens: PositiveFloat = 159.0
     imbalance: PositiveFloat = 1.0
-    """Load of the busiest expert node over the mean."""
+    """Load of the busiest expert node divided by the mean load."""
     combine: Combine = "exact"
     redundancy: NonNegativeFloat = 0.0
     """Share of the expert weights that are stored twice."""
@@ -85,7 +85,7 @@ class Roofline:
     fixed: float
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds that so many rows take."""
+        """Return the seconds for a number of rows."""
         busy = rows * self.compute
         return (busy if busy > self.weights else self.weights) + rows * self.slope + self.fixed
 
@@ -96,18 +96,20 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Interpolation between measured points; beyond the last, the line through the last two."""
+    """Linear interpolation between measured points; beyond the last point, the line through the
+    last two.
+    """
 
     rows: tuple[float, ...]
     """Numbers of rows, ascending; at least two."""
     measured: tuple[float, ...]
-    """Seconds of the points, never decreasing."""
+    """Seconds at the points, never decreasing."""
     slope: float = 0.0
     """Seconds per row of unmeasured parts, such as an all-reduce."""
     fixed: float = 0.0
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds that so many rows take."""
+        """Return the seconds for a number of rows."""
         x, y, place = self.rows, self.measured, 1
         if rows <= x[0]:
             return y[0] + rows * self.slope + self.fixed
@@ -117,7 +119,7 @@ class Measured:
         return y[place - 1] + share * (y[place] - y[place - 1]) + rows * self.slope + self.fixed
 
     def repeated(self, experts: int) -> Measured:
-        """Return the seconds of several experts on one node, measured for one expert."""
+        """Return the seconds of several experts on one node, from those of one expert."""
         rows = tuple(experts * count for count in self.rows)
         seconds = tuple(experts * value for value in self.measured)
         return Measured(rows, seconds, self.slope, self.fixed)
@@ -129,15 +131,15 @@ class Measured:
 
 
 Stage = Roofline | Measured
-"""Seconds of one stage for one micro-batch and layer."""
+"""Seconds of one stage for one micro-batch and layer, as a function of rows."""
 
 
 def matrices_roofline(
     matrices: Sequence[tuple[int, int]], gpu: Gpu, constants: Constants, *, copies: float = 1.0
 ) -> Roofline:
-    """Return the seconds of rows that go through matrices, and of their kernels.
+    """Return the seconds of matrix products with rows, and of their kernels.
 
-    Each row uses one of `copies` matrices of a shape, which share a kernel.
+    Each row uses one of `copies` matrices of a shape; one kernel computes all copies.
     """
     size = sum(rows * columns for rows, columns in matrices)
     return Roofline(
@@ -149,10 +151,11 @@ def matrices_roofline(
 
 
 def all_reduce(width: int, tp: int, gpu: Gpu, constants: Constants) -> tuple[float, float]:
-    """Return seconds per row and fixed seconds of an all-reduce of rows over `tp` GPUs.
+    """Return (seconds per row, fixed seconds) of an all-reduce of rows over `tp` GPUs.
 
-    A row has `width` numbers. Across whole nodes it is hierarchical: each GPU exchanges its part of
-    a node's sum over its share of the network, between a reduce-scatter and an all-gather inside.
+    A row has `width` numbers. Over several nodes the all-reduce is hierarchical: a reduce-scatter
+    inside each node, an exchange of each GPU's part over its share of the network, and an
+    all-gather inside.
     """
     if tp == 1:
         return 0.0, 0.0
@@ -170,7 +173,8 @@ def attention_core(
 ) -> float:
     """Return the seconds per row of attention over the cached tokens of one layer.
 
-    It is the time to read the cache, or the compute time if latent attention makes that longer.
+    It is the time to read the KV cache, or the compute time if that is longer (latent
+    attention).
     """
     reading = model.kv_bytes(tp) / (gpu.memory_rate * constants.memory_efficiency)
     computing = model.core_flops(tp) / (gpu.flops * constants.compute_efficiency)
@@ -187,9 +191,10 @@ def attention_stage(
     *,
     shared_sum: bool = True,
 ) -> Roofline:
-    """Return the seconds of attention with its shared experts, for rows of `length` cached tokens.
+    """Return the seconds of attention and its shared experts, for rows of `length` cached tokens.
 
-    With `shared_sum` shared experts have their own all-reduce, apart from that of routed experts.
+    With `shared_sum` the shared experts have their own all-reduce, apart from that of routed
+    experts.
     """
     shared = model.feed_forward_matrices(model.shared_size, tp)
     matrices = matrices_roofline([*model.attention_matrices(tp), *shared], gpu, constants)
@@ -218,7 +223,7 @@ def expert_stage(
 def outside_stage(
     model: MoeModel, gpu: Gpu, tp: int, length: float, constants: Constants
 ) -> Roofline:
-    """Return the seconds of the layers without experts and of the logits, on an attention node."""
+    """Return the seconds of the layers without experts and of the logits on an attention node."""
     logits = matrices_roofline([(model.hidden_size, model.vocab_size // tp)], gpu, constants)
     layers = model.dense_layers
     feed_forward = model.feed_forward_matrices(model.dense_size, tp)
@@ -235,7 +240,7 @@ def outside_stage(
 
 
 def rows_per_node(model: MoeModel, expert_nodes: int, combine: Combine) -> float:
-    """Return the rows of a token that one expert node receives on average."""
+    """Return the average number of rows that one expert node receives per token."""
     rows = model.experts_per_token / expert_nodes
     if combine == "exact":
         return rows
@@ -249,28 +254,30 @@ class Network:
     """Seconds of one direction = max over both sides of (bytes + half) / rate, plus latency."""
 
     attention_bytes: float
-    """Bytes per row of a micro-batch of one attention node that each of its GPUs sends."""
+    """Bytes per row of an attention node that each of its GPUs sends."""
     expert_bytes: float
-    """Bytes that each GPU of an expert node receives for the same row of all attention nodes."""
+    """Bytes that each GPU of an expert node receives per row of every attention node."""
     attention_rate: float
     expert_rate: float
     half_rate_bytes: float
     latency: float
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds of the rows of one attention node in a micro-batch."""
+        """Return the seconds of one direction for the rows of one attention node in a
+        micro-batch.
+        """
         sent = (rows * self.attention_bytes + self.half_rate_bytes) / self.attention_rate
         received = (rows * self.expert_bytes + self.half_rate_bytes) / self.expert_rate
         return (sent if sent > received else received) + self.latency
 
 
 def free_bytes(gpu: Gpu, weights: float, constants: Constants) -> float:
-    """Return the bytes of a GPU that remain for the cache beside weights and reserve."""
+    """Return the bytes of a GPU that remain for the KV cache after weights and reserve."""
     return gpu.memory_bytes * (1 - constants.memory_reserve) - weights
 
 
 def most_rows(seconds: Callable[[float], float], limit: float, bound: int) -> int:
-    """Return by bisection the most rows below a bound that stay within the time limit."""
+    """Return, by bisection, the most rows below a bound that stay within the time limit."""
     low, high = 0, bound
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,12 +1,12 @@
-"""Seconds of one decode iteration: by the formula of the ping-pong pipeline, and event by event.
+"""Duration of a decode iteration, by the formula of the ping-pong pipeline or event by event.
 
-A micro-batch passes attention, link, expert, link and then the attention of the next layer. Stages
-and links are serial and serve in the order of readiness. Each rank has one outgoing link for its
-frames to all receivers. So the frames of a micro-batch are complete for all experts at one time,
-and its replies for all attention ranks.
+A micro-batch passes attention, link, experts, link, and then the attention of the next layer.
+Stages and links process one micro-batch at a time, in the order of readiness. Each rank has one
+outgoing link for its frames to all receivers. The frames of a micro-batch are therefore complete
+for all experts at one time, and its replies for all attention ranks.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section on ping-pong pipeline parallelism, equations 4
-and 5; the formula below also holds outside their conditions, and equals them inside.
+and 5. The formula here also holds outside their conditions, and equals them inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 KINDS = ("attention", "dispatch", "experts", "combine")
-"""Resources: attention ranks, their links, expert ranks, their links."""
+"""Kinds of resources: attention ranks, their links, expert ranks, their links."""
 
 
 def iteration_seconds(
@@ -25,8 +25,8 @@ def iteration_seconds(
 ) -> float:
     """Return the seconds from the first attention to the last reply of one iteration.
 
-    The three times are those of one micro-batch and layer; that of the network is for one
-    direction. There is at least one micro-batch and one layer with experts.
+    The times are for one micro-batch and layer; `network` is for one direction. There is at least
+    one micro-batch and one layer with experts.
 
     Example:
         >>> iteration_seconds(400, 300, 100, 3, 56), iteration_seconds(100, 120, 200, 3, 10)
@@ -46,11 +46,11 @@ class Work:
     """Seconds of one micro-batch on each rank, in one layer."""
 
     attention: Sequence[float]
-    """Seconds on each attention rank; 0: it has no row of this micro-batch and takes no part."""
+    """Seconds on each attention rank; 0: the rank has no row of this micro-batch."""
     dispatch: Sequence[float]
     """Seconds on the link of each attention rank."""
     experts: Sequence[Sequence[float]]
-    """[layers], seconds on each expert rank."""
+    """[layers] of the seconds on each expert rank."""
     combine: Sequence[float]
     """Seconds on the link of each expert rank."""
     outside: Sequence[float]
@@ -62,12 +62,12 @@ class Pipeline:
     """The resources of a deployment, and their work so far."""
 
     attention_ranks: int
-    """Number of attention ranks; dead ranks count too and get no work."""
+    """Number of attention ranks; dead ranks count too, but get no work."""
     expert_ranks: int
     busy: dict[str, list[float]] = field(init=False)
-    """Kind of resource -> seconds of work of each rank."""
+    """Map from kind of resource to the seconds of work of each of its ranks."""
     free: dict[str, list[float]] = field(init=False)
-    """Kind of resource -> time at which each of its ranks becomes free."""
+    """Map from kind of resource to the time at which each of its ranks becomes free."""
 
     def __post_init__(self) -> None:
         ranks = dict(zip(KINDS, [self.attention_ranks] * 2 + [self.expert_ranks] * 2, strict=True))
@@ -76,10 +76,11 @@ class Pipeline:
     def iteration(
         self, start: float, work: Sequence[Work], layers: int, factors: Sequence[float] = (1.0,)
     ) -> float:
-        """Run one iteration from `start` seconds on; return when its last micro-batch has ended.
+        """Run one iteration from second `start`; return the second at which its last micro-batch
+        ends.
 
         `work` has an item for each micro-batch that takes part. `factors` multiply the times of
-                ranks and links in turn; more than one factor gives jitter.
+        ranks and links in turn; several factors give jitter.
         """
         self.free = {kind: [start] * len(ranks) for kind, ranks in self.busy.items()}
         # Ready time, layer, micro-batch, and 0 for attention or 1 for experts.
@@ -114,7 +115,7 @@ class Pipeline:
     def serve(self, kind: str, rank: int, ready: float, took: float) -> float:
         """Add work to a resource after its earlier work, and return the end time.
 
-        Call it in the order of `ready`.
+        Calls must be in the order of `ready`.
         """
         free = self.free[kind]
         began = free[rank]

@@ -1,10 +1,11 @@
 """Measurement of attention and one expert of a model, for `planish rollout plan`.
 
-One layer with random weights is enough: a stage's time depends on shapes alone. It measures the
-computation of one GPU, and with `--transport` frames to another process of this machine; sums over
-GPUs stay computed.
+One layer with random weights is enough, since a stage's time depends on shapes alone. The command
+measures the computation of one GPU and, with `--transport`, frames to another process of this
+machine. Sums over several GPUs are computed from data sheets.
 
-Source: MegaScale-Infer, arXiv 2504.02263: T_a = k1 b_a + k2 and T_e = k3 b_e + k4 from profiling.
+Source: MegaScale-Infer, arXiv 2504.02263: T_a = k1 b_a + k2 and T_e = k3 b_e + k4 from
+profiling.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from planish.engines.planner.performance import Constants, attention_stage, expe
 WARM_UP_RUNS = 3
 MIN_RUNS = 3
 GRAPH_CALLS = 16
-"""Calls in one CUDA graph on an accelerator: engines decode with graphs too, and a stage takes
-less time than Python needs to launch it."""
+"""Calls in one CUDA graph on an accelerator. Engines decode with graphs too, and a stage takes less
+time than Python needs to launch it."""
 POINT_SECONDS = 2.0
-"""Seconds after which no further run of a point begins."""
+"""Seconds after which no further run of a measured point begins."""
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
-"""Maximum of copies of a stage's weights, which are made until they exceed every cache."""
+"""Most copies of a stage's weights; copies are made until they exceed every cache."""
 MIN_R2 = 0.98
 FRAME_SIZES = (4096, 16_384, 65_536, 262_144, 1 << 20, 4 << 20)
 """Bytes of frames, multiples of `frames.ROW_BYTES`."""
@@ -56,21 +57,23 @@ class FittedLine:
     offset: float
     floor: float
     r2: float
-    """Share of the variance that it explains."""
+    """Share of the variance that the line explains."""
 
 
 def fit(rows: Sequence[float], seconds: Sequence[float]) -> FittedLine:
-    """Return the best line with a floor, by least squares over every place of its bend."""
+    """Return the best line with a floor, by least squares over every position of its bend."""
     found: list[FittedLine] = []
     for bend in rows[:-1]:
         slope, floor, r2 = straight([max(0.0, x - bend) for x in rows], seconds)
         found.append(FittedLine(slope, floor - slope * bend, floor, r2))
-    # The first of those that are as good.
+    # Among equally good lines, the first.
     return max(found, key=lambda line: round(line.r2, 9))
 
 
 def straight(places: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return slope and offset of the line of least squares, and the variance that it explains."""
+    """Return slope and offset of the least-squares line, and the share of variance that it
+    explains.
+    """
     slope, offset = linear_regression(places, seconds)
     mean = fmean(seconds)
     spread = sum((y - mean) ** 2 for y in seconds) or 1e-30
@@ -143,17 +146,17 @@ def frames(transport: str, device: torch.device, repeats: int) -> dict[str, Any]
         "transport": transport,
         "bytes": list(FRAME_SIZES),
         "seconds": seconds,
-        "slope": max(slope, 1e-15),  # what noise made fall
+        "slope": max(slope, 1e-15),  # noise can make the slope negative
         "offset": max(offset, 0.0),
         "r2": r2,
     }
 
 
 def describe_device(device: torch.device, dtype: torch.dtype) -> Gpu:
-    """Return the data sheet of this device, or measured rates if no table has it.
+    """Return the data sheet of this device, or measured rates if the table lacks it.
 
-    Link and network of such a device default to 1 GB/s, unless frames are measured, and its power
-        is unknown: change them with `--gpu-data`.
+    For such a device, link and network default to 1 GB/s unless frames are measured, and the power
+    is unknown. Change them with `--gpu-data`.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower()
@@ -208,7 +211,7 @@ def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def attention_layer(
     model: MoeModel, tp: int, rows: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], Tensor]:
-    """Return a call that computes attention of one layer, with its shared experts, for decode.
+    """Return a function that computes attention of one layer, with shared experts, for decoding.
 
     It computes the part of one of `tp` GPUs, for rows with `length` cached tokens each.
     """
@@ -230,7 +233,7 @@ def attention_layer(
 
     def call() -> Tensor:
         matrices = next(weights)
-        # Values do not matter for the time, so each product has an input of its own.
+        # Values do not affect the time, so each product may have its own input.
         for given, matrix in zip(inputs, matrices, strict=False):
             result = given @ matrix
         F.scaled_dot_product_attention(queries, cache, values)
@@ -242,7 +245,9 @@ def attention_layer(
 def expert_layer(
     model: MoeModel, tp: int, rows: int, _: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], Tensor]:
-    """Return a call that computes one expert for its rows; arguments as in `attention_layer`."""
+    """Return a function that computes one expert for its rows; arguments as in
+    `attention_layer`.
+    """
     made = functools.partial(_random, device=device, dtype=dtype)
     shapes = model.feed_forward_matrices(model.expert_size, tp)
     pairs = cold(lambda: [made(*shape) for shape in shapes])
@@ -251,7 +256,7 @@ def expert_layer(
 
 
 def cold(made: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
-    """Yield copies of new weights in turn, so that no weight is in a cache, as in decode."""
+    """Yield copies of new weights in turn, so that no weight is in a cache, as during decoding."""
     copies = [made()]
     size = sum(one.nbytes for one in copies[0])
     copies += [made() for _ in range(min(MAX_COPIES, math.ceil(COLD_BYTES / size)) - 1)]
@@ -259,7 +264,7 @@ def cold(made: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
 
 
 def feed_forward(states: Tensor, pair: Sequence[Tensor]) -> Tensor:
-    """Return a gated feed-forward network of rows: [rows, h] -> [rows, h]."""
+    """Return the output of a gated feed-forward network: [rows, h] -> [rows, h]."""
     gate, up = (states @ pair[0]).chunk(2, dim=-1)
     return (F.silu(gate) * up) @ pair[1]
 
@@ -267,12 +272,12 @@ def feed_forward(states: Tensor, pair: Sequence[Tensor]) -> Tensor:
 def comparison(
     model: MoeModel, gpu: Gpu, one: dict[str, Any], length: float, itemsize: int
 ) -> Table:
-    """Return measured and computed seconds of a stage of the document side by side.
+    """Return measured and computed seconds of a stage side by side.
 
-    The computed seconds leave out what is not measured: sums over GPUs, norms and the router.
+    The computed seconds leave out what was not measured: sums over GPUs, norms and the router.
     """
     free = Constants(layer_seconds=0.0, link_seconds=0.0)
-    # The planner's numbers are of `BYTES`.
+    # The planner's bytes are for `BYTES` per number.
     rate = gpu.memory_rate * BYTES / itemsize
     alone = replace(gpu, link_rate=1e30, memory_rate=rate)
     if one["stage"] == "attention":

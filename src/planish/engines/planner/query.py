@@ -20,7 +20,7 @@ from planish.engines.planner.performance import Constants, Workload
 
 Objective = Literal["gpu", "cost", "watt"]
 FIGURES: dict[Objective, str] = {"gpu": "flops", "cost": "price", "watt": "watts"}
-"""Figure of a GPU that an objective needs."""
+"""Map from objective to the figure of a GPU that it needs."""
 BaselineName = Literal["ideal", "framework"]
 
 
@@ -31,19 +31,19 @@ class Space:
     tp_attention: tuple[int, ...] = (1, 2, 4, 8)
     tp_experts: tuple[int, ...] = (1, 2, 4, 8)
     replicas: tuple[int, ...] | Literal["balance", "around"] = "around"
-    """Numbers of attention replicas. `balance`: the two whole numbers around balance, as in the
-    paper.
-    `around`: these, from half to twice as many, and further while more are better."""
+    """Numbers of attention replicas. `balance`: the two whole numbers next to the balanced one, at
+    which attention and experts take equally long (as in the paper). `around`: also half to twice as
+    many, and more as long as the result improves."""
     micro_batches: tuple[int, ...] = (3, 4)
     expert_nodes: tuple[int, ...] = ()
-    """Numbers of nodes for the experts of a layer; empty: one expert each, as in the paper, and for
-    more than 32 experts also the divisors from 8 on."""
+    """Numbers of nodes for the experts of a layer. Empty: one expert on each node, as in the paper;
+    for more than 32 experts also the divisors of their number from 8 on."""
     batch: int = 0
-    """Requests decoded together; 0: as many as fit."""
+    """Number of requests decoded together; 0: as many as fit."""
     slo_seconds: float = math.inf
-    """Longest time between tokens."""
+    """Longest time between two tokens of a response, in seconds."""
     max_gpus: int = 0
-    """GPUs of a deployment; 0: any number."""
+    """Most GPUs of a deployment; 0: any number."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,29 @@ class Query:
     expert_gpus: Sequence[Gpu]
     workload: Workload = field(default_factory=Workload)
     objective: Objective = "gpu"
-    """Tokens per second are maximised per GPU, price or watt."""
+    """What is maximised: tokens per second per GPU, per price or per watt."""
     space: Space = field(default_factory=Space)
     constants: Constants = field(default_factory=Constants)
     profiles: Profiles = field(default_factory=dict)
     baseline_gpus: Sequence[Gpu] = ()
-    """GPU types of the baseline, which is their best colocated deployment."""
+    """GPU types of the baseline, which is the best colocated deployment on one of them."""
     baseline: BaselineName = "ideal"
-    """Calibration of the baseline."""
+    """Name of the baseline: `ideal` or `framework`."""
 
     def deploy(
         self, gpus: tuple[Gpu, Gpu], *, tp_a: int, tp_e: int, n_a: int, n_e: int
     ) -> Deployment:
-        """Return a deployment; the first of `gpus` have attention."""
+        """Return a deployment; the first of `gpus` is for attention, the second for experts."""
         shared = (self.model, self.workload, self.constants, self.profiles)
         return Deployment(*shared, *gpus, tp_a=tp_a, tp_e=tp_e, n_a=n_a, n_e=n_e)
 
 
 def read_query(options: argparse.Namespace) -> Query:
-    """Return the query of the options, or raise ConfigError."""
+    """Return the query that the options describe, or raise ConfigError."""
     if math.inf in (options.input, options.output):
         raise ConfigError("`--input` and `--output` must be finite; give numbers")
     model = find_model(options.model)
-    # Upper bounds: one node gets every row; every node holds every expert.
+    # Upper bounds: all rows go to one node; every node has all experts.
     most = model.num_experts
     if not 1 <= options.imbalance <= most or not 0 <= options.redundancy <= most:
         raise ConfigError(

@@ -28,9 +28,10 @@ PUBLIC_RESULTS = (
     "published: colocated wide expert parallelism reaches about 2.2k tokens/s per H200",
     "published: the paper gained 1.28x per GPU over TensorRT-LLM on one node, 1.90x across nodes",
 )
-"""Published results that stand beside every verdict, for comparison."""
+"""Published results that are printed with every verdict, for comparison."""
 CLEAR_GAIN = 1.10
-"""Ratio to the strongest colocated form; smaller gains are within the error of an ideal model."""
+"""Smallest clear ratio to the best colocated deployment; smaller gains are within the model's
+error."""
 SHIFT = 0.2
 """Relative change of each constant in the sensitivity table."""
 UNEVEN = 1.5
@@ -39,7 +40,7 @@ PLANS_SHOWN = 8
 
 
 def plan(options: argparse.Namespace, _: object) -> Iterator[Table | str]:
-    """Search, write the document, and yield tables; ConfigError if nothing fits."""
+    """Search, write the document, and yield tables; ConfigError if no deployment fits."""
     query = read_query(options)
     found = search(query)
     if found.best is None:
@@ -68,7 +69,7 @@ def describe(query: Query, found: Search) -> dict[str, Any]:
         best.value(query.objective) / one.value(query.objective) if one else None
         for one in (baseline, strongest)
     )
-    # A plan is for the mean length; attention takes longer towards the end of a response.
+    # A plan is for the mean length; attention takes longer at the end of a response.
     load = query.workload
     at_end = replace(load, input_tokens=load.input_tokens + load.output_tokens / 2)
     pair = (best.deployment.attention_gpu, best.deployment.expert_gpu)
@@ -138,14 +139,14 @@ def _side(one: ColocatedPlan | None) -> dict[str, Any] | None:
 
 
 def verdict(gain: float | None) -> str:
-    """Return whether to disaggregate, by the gain over the strongest colocated form that fits."""
+    """Return the verdict for a gain over the best colocated deployment that fits."""
     if gain is None or gain >= CLEAR_GAIN:
         return "disaggregate"
     return "do not disaggregate" if gain < 1 else "no clear gain"
 
 
 def resources(best: Plan, redundancy: float) -> dict[str, float]:
-    """Return busy shares, memory and sizes of messages of a plan."""
+    """Return busy shares, memory and message sizes of a plan."""
     one, times, model = best.deployment, best.times, best.deployment.model
     passes = best.m * model.layers
     rows = model.experts_per_token / one.n_e
@@ -173,7 +174,7 @@ def resources(best: Plan, redundancy: float) -> dict[str, float]:
 
 
 def sensitivity(query: Query, plan: Plan) -> list[dict[str, Any]]:
-    """Return the result of the same deployment under changed figures, with its batch refitted."""
+    """Return the result of the same deployment under changed constants, with a refitted batch."""
     one, load = plan.deployment, query.workload
     space = replace(
         query.space,
@@ -249,7 +250,7 @@ def _plan_row(one: Plan) -> list[Any]:
 
 
 def comparison(query: Query, best: Plan, unit: str) -> Iterator[Table]:
-    """Yield the plan beside the best colocated deployment of each form."""
+    """Yield the plan next to the best colocated deployment of each form."""
     columns = ("deployment", "GPUs", "batch", "token ms", "tokens/s per GPU", f"per {unit}", "plan")
     words = {"tp": "tensor parallel", "ep": "expert parallel", "pp": "pipeline parallel"}
     sides: list[tuple[str, Plan | ColocatedPlan]] = [("plan", best)]
@@ -271,7 +272,7 @@ def comparison(query: Query, best: Plan, unit: str) -> Iterator[Table]:
 
 
 def conclusion(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the verdict in sentences, and published results beside it."""
+    """Yield the verdict in sentences, and published results."""
     base, strong = document["baseline"], document["strongest_colocated"]
     lines = [
         f"limit: {document['limit']}; time between tokens {1e3 * document['times_s']['total']:.1f} "

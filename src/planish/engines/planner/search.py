@@ -1,10 +1,11 @@
 """Search for the deployment with the best tokens per second per GPU, per cost or per watt.
 
-It tries every pair of GPUs, degree of tensor parallelism, number of attention replicas and of
-micro-batches, each with the largest batch that memory and the time between tokens allow.
+The search tries every pair of GPU types, degree of tensor parallelism, number of attention replicas
+and number of micro-batches, each with the largest batch that memory and the time between tokens
+allow.
 
 Source: MegaScale-Infer, arXiv 2504.02263, algorithm 1. The time of an iteration follows the exact
-formula, so a plan may miss a condition of full overlap; its flags say so.
+formula, so a plan may miss a condition of full overlap; its flags show that.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from planish.engines.planner.performance import free_bytes, most_rows
 from planish.engines.planner.query import FIGURES, Objective, Query, Space
 
 MOST_REPLICAS = 1024
-"""Maximum of attention replicas to try, if nothing else ends the search."""
+"""Most attention replicas that are tried, if nothing else ends the search."""
 AROUND = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
-"""Numbers of replicas to try, as multiples of those at balance."""
+"""Numbers of attention replicas to try, as multiples of the balanced number, at which attention and
+experts take equally long."""
 MAX_BATCH = 1 << 20
-"""Maximum of rows of one micro-batch, even if memory has room for more."""
+"""Most rows of one micro-batch, even if memory has room for more."""
 WORTH = 1.02
-"""Gain of a batch larger by a quarter above which its limit counts as the plan's limit."""
+"""If a batch a quarter larger would improve the result by more than this factor, the limit of the
+batch is the limit of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +42,23 @@ class Plan:
     deployment: Deployment
     m: int
     b_a: int
-    """Rows of a micro-batch on one attention replica; the largest if they differ."""
+    """Rows of a micro-batch on one attention replica; the largest number if they differ."""
     batch: int
     times: Times
     total: float
-    """Seconds of an iteration: the time between tokens."""
+    """Seconds of an iteration, i.e. the time between two tokens of a response."""
     limit: str
-    """`memory` or `slo` if a larger batch would pay; else the slowest of `attention`, `experts`
-    and `network`."""
+    """`memory` or `slo` if a larger batch would improve the plan; else the slowest of `attention`,
+    `experts` and `network`."""
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """Number of GPUs of the deployment."""
         return self.deployment.gpus
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of one iteration by its seconds."""
+        """Tokens of one iteration divided by its seconds."""
         return self.batch / self.total
 
     @property
@@ -74,12 +77,12 @@ class Plan:
         return self.tokens_per_second / self.deployment.sum_of("watts")
 
     def value(self, objective: Objective) -> float:
-        """Return the objective of the search."""
+        """Return the figure that the search maximises."""
         value: float = getattr(self, f"per_{objective}")
         return value
 
     def flags(self) -> dict[str, bool | float]:
-        """Return which of the paper's conditions of full overlap hold."""
+        """Return the paper's conditions of full overlap, with their values."""
         times = self.times
         slowest = max(times.attention, times.experts)
         gap = abs(times.attention - times.experts) / slowest
@@ -98,9 +101,10 @@ class Search:
     plans: list[Plan]
     """Every feasible deployment, the best first."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Reason -> deployments that it excluded."""
+    """Reason to the number of deployments that it excluded."""
     edge: str = ""
-    """End of the tried range at which the best deployment lies; a better one may lie beyond."""
+    """Message if the best deployment lies at an end of the tried range, so that a better one may
+    lie beyond; else ""."""
 
     @property
     def best(self) -> Plan | None:
@@ -109,10 +113,12 @@ class Search:
 
 
 def search(query: Query) -> Search:
-    """Evaluate every deployment of a query; ties go to fewer GPUs, then to fewer micro-batches.
+    """Evaluate every deployment of a query; among equal ones, prefer fewer GPUs, then fewer
+    micro-batches.
 
-    ConfigError: a GPU lacks the figure of the objective, or expert nodes do not divide the
-        experts.
+    Raises:
+        ConfigError: a GPU lacks the figure of the objective, or expert nodes do not divide the
+            experts.
     """
     gpus = {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)}
     figure = FIGURES[query.objective]
@@ -173,7 +179,7 @@ def try_replicas(
         attempt(space.replicas)
         return
     one = make(n_a=1)
-    # n_a = k1 E / (k3 K), with which both stages grow alike.
+    # n_a = k1 E / (k3 K): both stages grow equally with the rows.
     even = one.attention.seconds_per_row() / (one.experts.seconds_per_row() * one.expert_rows)
     even = min(float(MOST_REPLICAS), even)
     attempt({max(1, math.floor(even)), max(1, math.ceil(even))})
@@ -181,7 +187,7 @@ def try_replicas(
         return
     attempt(max(1, round(even * share)) for share in AROUND)
     while (best := max(values, key=lambda n: (values[n], -n))) < MOST_REPLICAS and values[best]:
-        # Up from the last one, down from the first one, or into the gaps beside the best.
+        # Next: beyond the last or before the first number, or into the gaps next to the best one.
         tried = sorted(values)
         place = tried.index(best)
         low = tried[place - 1] if place else best // 2
@@ -193,7 +199,9 @@ def try_replicas(
 
 
 def edge_of(found: Search, space: Space) -> str:
-    """Return whether more or fewer attention replicas than tried might be better."""
+    """Return a message if the best plan has the largest or smallest tried number of attention
+    replicas; else "".
+    """
     if found.best is None or space.replicas == "balance":
         return ""
     best = found.best.deployment
@@ -208,7 +216,7 @@ def edge_of(found: Search, space: Space) -> str:
 def fitting_sizes(
     query: Query, gpus: tuple[Gpu, Gpu], nodes: Sequence[int], rejected: Counter[str]
 ) -> list[tuple[int, int, int]]:
-    """Return (tp_a, tp_e, n_e) whose weights fit; count the reasons of the others."""
+    """Return (tp_a, tp_e, n_e) for which the weights fit; count the reasons against the others."""
     (attention_gpu, expert_gpu), model = gpus, query.model
     halves: list[int] = []
     for tp in query.space.tp_attention:
@@ -241,7 +249,9 @@ def fitting_sizes(
 
 
 def plan(one: Deployment, m: int, space: Space) -> Plan | str:
-    """Return the plan with `m` micro-batches of the largest size, or the reason of failure."""
+    """Return the plan with `m` micro-batches of the largest size, or the reason why there is
+    none.
+    """
     if space.max_gpus and one.gpus > space.max_gpus:
         return f"more than {space.max_gpus} GPUs"
     most = min(one.most_rows(m), MAX_BATCH)
@@ -249,7 +259,7 @@ def plan(one: Deployment, m: int, space: Space) -> Plan | str:
         return f"the cache of one row in each of {m} micro-batches does not fit"
     batch, stop = space.batch, "memory"
     if batch:
-        # Uneven micro-batches: the largest sets the pace.
+        # Of uneven micro-batches, the largest determines the time.
         rows = math.ceil(batch / (m * one.n_a))
         if batch < m * one.n_a:
             return f"more micro-batches (m={m} on n_a={one.n_a}) than rows"

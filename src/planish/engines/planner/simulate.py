@@ -1,6 +1,6 @@
 """Simulation of a plan on ranks: random lengths, jitter, uneven experts, dead ranks.
 
-All requests exist from the start, as in a rollout; a request keeps its place until it ends. An
+All requests exist from the start, as in a rollout; a request keeps its slot until it ends. An
 iteration begins when the previous one has ended on all ranks.
 """
 
@@ -37,7 +37,9 @@ class Death:
 
 
 def read_death(text: str) -> Death:
-    """Return the death of `attention:2@1.5` or `experts:0@3`, or raise ConfigError."""
+    """Return the death that a text such as `attention:2@1.5` or `experts:0@3` describes, or raise
+    ConfigError.
+    """
     role, _, rest = text.partition(":")
     rank, _, seconds = rest.partition("@")
     try:
@@ -53,14 +55,15 @@ def read_death(text: str) -> Death:
 
 @dataclass(frozen=True)
 class Disturbances:
-    """Disturbances that a plan leaves out."""
+    """Disturbances that a plan ignores."""
 
     jitter: float = 0.0
-    """Standard deviation of the logarithm of each time of a rank or link."""
+    """Standard deviation of the logarithm of each time on a rank or link."""
     imbalance: float = 1.0
-    """Load of the busiest expert rank over the mean; another rank in each layer."""
+    """Load of the busiest expert rank divided by the mean; each layer has another busiest rank."""
     length_spread: float = 0.0
-    """Standard deviation of the logarithm of the response length; its mean is kept."""
+    """Standard deviation of the logarithm of the response length; the mean length does not
+    change."""
     deaths: tuple[Death, ...] = ()
     seed: int = 0
 
@@ -72,15 +75,15 @@ class SimulatedRun:
     pipeline: Pipeline
     iterations: list[float] = field(default_factory=list)
     tokens: int = 0
-    """Tokens of all responses without those that a dead rank lost."""
+    """Tokens of all responses, without those that a dead rank lost."""
     lost_tokens: int = 0
     finished: int = 0
     """Requests with a complete response."""
     errors: int = 0
-    """Requests that a dead rank ended."""
+    """Requests that ended because their rank died."""
     seconds: float = 0.0
     failed: bool = False
-    """An expert rank died, and no other rank has its experts."""
+    """True if an expert rank died and no other rank has its experts."""
 
 
 @dataclass
@@ -128,7 +131,7 @@ def run(
         lost: list[int] = []
         while deaths and deaths[0].seconds < end:
             death = deaths.pop(0)
-            # The others wait for its frames until they give it up.
+            # The others wait for the dead rank's frames until they time out.
             end = max(end, death.seconds + DEAD_S)
             if death.role == "experts":
                 alive[death.rank] = False
@@ -154,7 +157,7 @@ def run(
 def admit(
     slots: Sequence[Sequence[_Slot]], waiting: deque[int], rows: int, prompt_tokens: int
 ) -> None:
-    """Give waiting requests to the places with the fewest cached tokens that have room."""
+    """Assign waiting requests to the slots with room, those with the fewest cached tokens first."""
     while waiting:
         room = [slot for row in slots for slot in row if len(slot.lengths) < rows]
         if not room:
@@ -165,7 +168,7 @@ def admit(
 
 
 def step(slot: _Slot, outcome: SimulatedRun) -> None:
-    """Give each request of a slot its token."""
+    """Add a token to each request of a slot."""
     outcome.tokens += len(slot.lengths)
     slot.lengths = [length + 1 for length in slot.lengths]
     kept = [n for n, length in enumerate(slot.lengths) if length < slot.ends[n]]
@@ -182,17 +185,17 @@ def work_of(
     alive: Sequence[bool],
     imbalance: float,
 ) -> Work:
-    """Return the times of one micro-batch, a `row` of the slots of all living attention ranks.
+    """Return the times of one micro-batch, which is a `row` of slots of all living attention ranks.
 
-    `hot` names the busiest expert rank of each layer, among those `alive`, which share the rows of
-    the others; `imbalance` is its load over the mean.
+    `hot` is the busiest expert rank of each layer, among the `alive` ones; the others share the
+    remaining rows. `imbalance` is the load of the busiest rank divided by the mean.
     """
     one = planned.deployment
     attention, dispatch, outside = ([0.0] * one.n_a for _ in range(3))
     busy = [slot for slot in row if slot.lengths]
     for slot in busy:
         rows = len(slot.lengths)
-        # Beyond the length that the stage was computed for.
+        # Tokens beyond the length for which the stage was computed.
         extra = sum(slot.lengths) - rows * planned.workload.length
         attention[slot.rank] = one.attention.seconds(rows) + extra * planned.cache_seconds
         dispatch[slot.rank] = one.network.seconds(rows)
@@ -204,7 +207,7 @@ def work_of(
     others = (len(living) - busiest) / max(1, len(living) - 1)
     combine, cold, heat = [0.0] * one.n_e, [0.0] * one.n_e, one.experts.seconds(mean * busiest)
     for rank in living:
-        # Of equal micro-batches the network's time is that of one replica's rows.
+        # If micro-batches are equal, the network time is the time for one replica's rows.
         combine[rank] = one.network.seconds(total / len(busy))
         cold[rank] = one.experts.seconds(mean * others)
     experts = [list(cold) for _ in hot]
@@ -272,9 +275,9 @@ def read_disturbances(options: argparse.Namespace, planned: PlannedRun) -> Distu
 def describe(
     planned: PlannedRun, outcome: SimulatedRun, num_requests: int, disturbed: Disturbances
 ) -> dict[str, Any]:
-    """Return the result of a run as JSON.
+    """Return the result of a run as JSON values.
 
-    Busy shares refer to the time of the whole run; the rest are bubbles.
+    Busy shares refer to the time of the whole run; the rest is idle time.
     """
     times, seconds = sorted(outcome.iterations), outcome.seconds
     busy = {}

@@ -1,9 +1,9 @@
-"""A batch of running requests over one model: rows, their cache and the decoder that fills it.
+"""A batch of running requests over one model: rows, their KV cache, and the decoder that fills it.
 
-Rows that end are replaced before the next step. Without new requests the batch shrinks, and
-attention reads only up to the longest living row. The last prompt token is decoded with the other
-rows, so that tokens are sampled in one place only. A batch knows no queue, no state of an engine
-and no other batch: its outputs depend on its own requests and the weights.
+New requests replace ended rows before the next step. Without new requests the batch shrinks, and
+attention reads only up to the longest living row. The last prompt token is decoded together with
+the other rows, so tokens are sampled in one place only. A batch knows no queue, no state of an
+engine and no other batch: its outputs depend only on its requests and the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planish.engines.transformers.rows import RunningRow, RunningRows
 from planish.records.rollouts import FinishReason
 
 PREFILL_TOKENS = 16384
-"""Default maximum of tokens in one forward over prompts."""
+"""Most tokens, by default, in one forward pass over prompts."""
 
 
 class Decoder(Protocol):
@@ -36,19 +36,20 @@ class Decoder(Protocol):
     def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
         """Fill the cache of rows [k] int64 from position 0.
 
-        Each row takes the sequence of its `owner` [k] int64 among [m, length] int64, padded on the
-        right.
+        Row i gets the sequence with number `owner[i]` ([k] int64) of `tokens` [m, length] int64,
+        which are padded on the right.
         """
 
     def decode(self, tokens: Tensor, positions: Tensor, cells: Tensor, bias: Tensor) -> Tensor:
-        """Add one token to each of the first n rows; return logits [n, vocabulary] of the next one.
+        """Add one token to each of the first n rows; return logits [n, vocabulary] for the next
+        token.
 
-        Tokens, absolute positions and cells (`row * cache.width + position`) are [n] int64; the
-        bias [n, longest] is 0 on visible cells and -inf elsewhere.
+        `tokens`, absolute `positions` and `cells` (`row * cache.width + position`) are [n] int64.
+        `bias` [n, longest] is 0 on visible cells and -inf elsewhere.
         """
 
     def refresh(self) -> None:
-        """Take over weights that were changed in place."""
+        """Use weights that were changed in place."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Limits:
     eos: frozenset[int]
     strings: StopTable | None = None
     prefill_tokens: int = PREFILL_TOKENS
-    """Most tokens, padding included, of one forward over prompts."""
+    """Most tokens, padding included, of one forward pass over prompts."""
 
     def fault(self, request: Request) -> str:
         """Return why a request cannot be served; "" if it can."""
@@ -92,11 +93,11 @@ class DecodeBatch:
         self.decoder = new_decoder(self.cache)
         self._routing = routing
         self.counts: dict[str, int] = {}
-        """Each of `COUNTERS`, as it grows."""
+        """Value of each of `COUNTERS` so far."""
         self.renew()
 
     def renew(self) -> None:
-        """Drop rows and cache, and reset counters: a new batch over the same weights."""
+        """Drop rows and cache, and reset the counters; the weights stay."""
         limits, strings = self.limits, None
         if limits.strings is not None:
             strings = StopStates(limits.strings, limits.max_rows, self._device)
@@ -130,7 +131,7 @@ class DecodeBatch:
         self._prefill(indices, [row.start - 1 for row in rows])
 
     def _make_room(self, needed: int, wanted: int) -> None:
-        """Widen the rows: to all that is wanted where that is little, else by doubling."""
+        """Widen the rows: up to 1,024 to the length `wanted`, beyond that by doubling."""
         width = wanted if wanted <= 1024 else needed
         if self.cache.reserve(width):
             self._rows.widen(self.cache.width)
@@ -138,10 +139,10 @@ class DecodeBatch:
                 self._routing.widen(self.cache.width)
 
     def _prefill(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Fill the cache of rows up to their current tokens; equal sequences once."""
+        """Fill the cache of rows up to their current tokens; equal sequences are computed once."""
         owners: dict[tuple[int, ...], list[int]] = {}
         where = torch.tensor(indices, device=self._device)
-        # One copy from the device for all of them.
+        # One copy from the device for all rows.
         tokens = self._rows.tokens[where, : max(lengths)].tolist()
         for index, line, length in zip(indices, tokens, lengths, strict=True):
             if length:
@@ -171,7 +172,9 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def advance(self, version: int) -> list[Output]:
-        """Generate one token for each running request, at least one; return the finished ones."""
+        """Generate one token for each running request (there is at least one); return the outputs
+        of finished requests.
+        """
         rows = self._rows
         if rows.longest + 1 > self.cache.width:
             self._make_room(rows.longest + 1, rows.longest + 1)
@@ -213,6 +216,6 @@ class DecodeBatch:
         return self._end(ended, version, FinishReason.ABORT) if ended else []
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         if self._routing is not None:
             self._routing.close()

@@ -1,9 +1,9 @@
-"""The embedded engine: continuous batching over any Hugging Face causal LM, in one process.
+"""The engine in this process: continuous batching over any Hugging Face causal language model.
 
-transformers' own continuous batching is not used, for three reasons. Its sampler draws from the
-global generator, so a response would depend on its neighbours and on its windows. It cannot change
-weights under frozen requests. On CPU its paged attention is several times slower than plain
-`generate` (tests/benchmarks/results/rollout.json).
+The engine does not use transformers' own continuous batching, for three reasons. Its sampler draws
+from the global generator, so a response would depend on its neighbours and on its windows. It
+cannot change weights while requests wait. On CPUs its paged attention is several times slower than
+plain `generate` (tests/benchmarks/results/rollout.json).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class TransformersEngine(BaseEngine):
         routing: bool = False,
         config: EngineConfig | None = None,
     ) -> None:
-        """Make an engine; `fused` uses the fast decoder if it covers the family.
+        """Make an engine; `fused` uses the fast decoder if it supports the family.
 
         `max_rows` requests run at once; `max_model_len` 0 takes the model's own limit. With
         `routing` the engine records the experts of each token. `batch_tokens` of `config` limits a
-        forward over prompts.
+        forward pass over prompts.
         """
         super().__init__(max_rows, max_model_len, routing=routing)
         self._prefill_tokens = (config or EngineConfig()).batch_tokens or PREFILL_TOKENS
@@ -75,13 +75,13 @@ class TransformersEngine(BaseEngine):
         return served.version
 
     def _choose_decoder(self, served: ServedModel) -> Callable[[KeyValueCache], Decoder]:
-        """Return the fused decoder where it fits, else the general one.
+        """Return the fused decoder if it supports the model, else the general one.
 
-        If modules of transformers are loaded, a decoder must agree with their forward.
+        If modules of transformers are loaded, the outputs of a decoder must agree with theirs.
         """
         kinds: list[Callable[[KeyValueCache], Decoder]] = []
         if self._fused and served.fits_fused():
-            # weights that were handed over keep their storage: their owner may save them
+            # weights from a caller keep their storage, since the caller may save them
             kinds.append(
                 partial(FusedDecoder, served.config, served.tensors, share=served.modules is None)
             )
@@ -104,7 +104,7 @@ class TransformersEngine(BaseEngine):
 
     @torch.inference_mode()
     def _probe(self, decoder: Decoder, served: ServedModel) -> float:
-        """Return the error of cached decoding on eight tokens, in tolerances."""
+        """Return the error of cached decoding on eight tokens, in units of the tolerance."""
         ids = torch.arange(1, 17, device=self._device).view(2, 8) % served.vocab_size
         expected = served.modules(input_ids=ids, use_cache=False).logits[:, 5:].float()
         decoder.cache.reserve(8)

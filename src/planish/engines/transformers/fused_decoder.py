@@ -1,13 +1,13 @@
-"""The forward of the Llama and Qwen families in few kernels, from tensors by name.
+"""The forward pass of the Llama and Qwen families in few kernels, from tensors by name.
 
 The number of kernels and of Python calls, not arithmetic, limits a decode step of a small model.
-Here a layer is one QKV product, one rotation, two products of attention and two of the MLP. It
-needs no module of transformers, whose import takes longer than most rollouts of a tiny model.
-`ModuleDecoder` serves models outside `FAMILIES` and unsupported settings, such as rotary scalings
-whose table depends on the length.
+Here a layer is one QKV product, one rotation, two products of attention and two of the MLP. The
+decoder needs no module of transformers, whose import takes longer than most rollouts of a tiny
+model. `ModuleDecoder` serves models outside `FAMILIES` and unsupported settings, such as rotary
+scalings whose table depends on the length.
 
-Source: rotary embeddings are RoFormer, arXiv 2104.09864, section 3.2; Llama 3's scaling of them is
-as in its model card.
+Source: rotary embeddings are from RoFormer, arXiv 2104.09864, section 3.2; Llama 3's scaling of
+them is as in its model card.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planish.models.policy import DTYPES
 FAMILIES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
-"""Model classes with this layer: norm, QKV, optional norm of heads, rotation, attention, norm,
+"""Model classes with these layers: norm, QKV, optional norm of heads, rotation, attention, norm,
 SwiGLU."""
 
 _NEEDED = ("hidden_act", "num_attention_heads", "num_hidden_layers", "rms_norm_eps")
@@ -39,7 +39,7 @@ _NAME = re.compile(
 
 
 def _llama3(rope: Mapping[str, Any], frequencies: Tensor) -> Tensor:
-    """Divide slow frequencies, keep fast ones and blend those between."""
+    """Divide slow frequencies, keep fast ones, and blend the frequencies between."""
     slow, fast = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     length = float(rope["original_max_position_embeddings"])
     turns = length * frequencies / (2 * math.pi)
@@ -52,7 +52,7 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
     "linear": lambda rope, frequencies: frequencies / float(rope["factor"]),
     "llama3": _llama3,
 }
-"""`rope_type` of a configuration to its function of the frequencies."""
+"""Map from `rope_type` of a configuration to the function that scales the frequencies."""
 
 
 def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tensor:
@@ -70,7 +70,7 @@ def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tenso
 
 
 def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether this decoder computes the same as transformers; a missing key means no."""
+    """Return whether this decoder computes the same logits as transformers for a model."""
     kinds = set(config.get("layer_types") or ["full_attention"])
     rope = config.get("rope_parameters") or {}
     windowed = "layer_types" not in config and config.get("sliding_window")
@@ -95,7 +95,9 @@ Linear = tuple[Tensor, Tensor | None]
 
 
 def _join(tensors: dict[str, Tensor], names: Sequence[str], share: bool) -> Linear:
-    """Lay the weights of several linears in one tensor; `share` makes theirs views of it."""
+    """Join the weights of several linear layers in one tensor; with `share` their tensors become
+    views of it.
+    """
     joined: list[Tensor | None] = []
     for kind in ("weight", "bias"):
         present = [f"{name}.{kind}" for name in names if f"{name}.{kind}" in tensors]
@@ -110,7 +112,7 @@ def _join(tensors: dict[str, Tensor], names: Sequence[str], share: bool) -> Line
 
 
 class _Layer:
-    """Weights of one decoder layer, laid out for few products."""
+    """Weights of one decoder layer, joined for few matrix products."""
 
     def __init__(self, tensors: dict[str, Tensor], index: int, heads: int, share: bool) -> None:
         self._tensors, self._place, self._share = tensors, f"model.layers.{index}.", share
@@ -142,7 +144,7 @@ class _Layer:
             self.head_norm = torch.stack([queries] * self.heads + [keys] * self.kv_heads)
 
     def refresh(self) -> None:
-        """Take over weights that were changed in place."""
+        """Use weights that were changed in place."""
         if self._share:
             self.refresh_head_norm()
         else:
@@ -154,7 +156,7 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear:
 
 
 def _add_linear(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-    """Return `x` plus the linear of `y`, in one kernel where there is no bias."""
+    """Return `x` plus a linear layer of `y`, in one kernel if the layer has no bias."""
     weight, bias = linear
     if bias is not None:
         return x + functional.linear(y, weight, bias)
@@ -175,8 +177,8 @@ class FusedDecoder:
     ) -> None:
         """Join the weights, given by canonical names.
 
-        With `share` the entries of `tensors` become views of the joined weights, which saves memory
-        and makes in-place changes visible in both.
+        With `share` the entries of `tensors` become views of the joined weights. This saves memory,
+        and in-place changes are visible in both.
         """
         self.cache = cache
         self._config = config
@@ -196,7 +198,7 @@ class FusedDecoder:
         self._rotation = torch.empty(0)
 
     def refresh(self) -> None:
-        """Take over weights that were changed in place."""
+        """Use weights that were changed in place."""
         for layer in self._layers:
             layer.refresh()
 
@@ -204,7 +206,7 @@ class FusedDecoder:
         size = x.shape[-1]
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return functional.rms_norm(x, (size,), None, self._eps) * weight
-        # torch's CPU kernel for it is a chain of seven operators; this is four
+        # torch's CPU kernel for this norm is a chain of seven operators; here there are four
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_tensor, length, length, value=1 / size).rsqrt_()
         return (x * scale).mul_(weight)
@@ -268,7 +270,7 @@ class FusedDecoder:
             all_keys, all_values = self.cache.append(
                 index, keys.unsqueeze(2), values.unsqueeze(2), cells, longest
             )
-            # the query heads of one kv head are rows of one product
+            # one product has the query heads of one kv head as rows
             scores = torch.baddbmm(
                 hidden,
                 queries.reshape(num * self._kv_heads, group, self._head_dim),

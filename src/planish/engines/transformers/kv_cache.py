@@ -1,8 +1,8 @@
 """A static key-value cache: one row per running request, written in place.
 
-Rows have their own positions, so requests of different lengths share a batch without padding on the
-left. Attention reads only the columns up to the longest living row. There is no paging and no
-prefix sharing between requests.
+Each row has its own positions, so requests of different lengths share a batch without padding on
+the left. Attention reads only the columns up to the longest living row. There is no paging, and
+requests do not share prefixes.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class KeyValueCache:
     def fill(self, index: int, keys: Tensor, values: Tensor, rows: Tensor, owner: Tensor) -> None:
         """Write the first columns of whole rows [k] of a layer.
 
-        Each row takes the keys and values of its `owner` [k] int64 among [m, kv heads, length,
-        size].
+        Row i gets the keys and values with number `owner[i]` ([k] int64) of `keys` and `values` [m,
+        kv heads, length, size].
         """
         layer = self._layer(index, keys, values)
         length = keys.shape[2]
@@ -102,15 +102,15 @@ class KeyValueCache:
                 storage[target, :, :longest] = storage[source, :, :longest]
 
     def clear(self, row: int) -> None:
-        """Zero one row: a NaN left there would leak through a weight of zero."""
+        """Zero one row, since a NaN in it would survive a product with weight zero."""
         for layer in self._layers.values():
             layer.keys[row] = 0
             layer.values[row] = 0
 
     def release(self) -> None:
-        """Free the storage; rows are as before the first write."""
+        """Free the storage; the rows are as before the first write."""
         self.width, self._layers = 0, {}
 
     def num_bytes(self) -> int:
-        """Return the bytes in use."""
+        """Return the size of the storage in bytes."""
         return sum(x.keys.nbytes + x.values.nbytes for x in self._layers.values())

@@ -1,8 +1,8 @@
-"""Decode any Hugging Face causal LM, one token per row, over the static cache.
+"""Decoder of any Hugging Face causal language model, one token per row, over the static cache.
 
-The model's own forward does the work; a custom `Cache` writes into our rows, and this module builds
-the masks. It serves models with full or sliding-window attention, and refuses state-space and
-chunked layers.
+The model's own forward pass does the work; a custom `Cache` writes into our rows, and this module
+builds the masks. It supports models with full or sliding-window attention, and refuses state-space
+and chunked layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self.rows = self.owner = torch.empty(0, dtype=torch.int64)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the storage makes itself."""
+        """Do nothing: the storage is made at the first write."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -45,11 +45,11 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (columns, offset); masks are given, so nothing depends on it."""
+        """Return (columns, offset); masks are given, so the result has no effect."""
         return (self.longest if self.cells is not None else query_length), 0
 
     def get_seq_length(self) -> int:
-        """Return tokens seen; positions are given, so nothing depends on it."""
+        """Return 0; positions are given, so the result has no effect."""
         return 0
 
     def get_max_length(self) -> int:
@@ -58,7 +58,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
 
 class ModuleDecoder:
-    """Decoder over the model's own forward."""
+    """Decoder over the model's own forward pass."""
 
     def __init__(self, model: Any, cache: KeyValueCache) -> None:
         cap_attention(model)
@@ -81,7 +81,7 @@ class ModuleDecoder:
         self._dtype = next(model.parameters()).dtype
 
     def refresh(self) -> None:
-        """Do nothing: the modules hold the weights."""
+        """Do nothing: the modules have the weights."""
 
     def _mask(self, bias: Tensor, positions: Tensor) -> Any:
         """Return `attention_mask` for a causal bias [n, 1, q, k] and query positions [n, q]."""

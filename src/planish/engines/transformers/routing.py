@@ -1,7 +1,7 @@
-"""Record of the experts of each token in the running rows, beside the KV cache.
+"""Record of the experts of each token in the running rows, parallel to the KV cache.
 
-It reads the arguments of the experts module in each layer, which contain the router's choice. The
-forward does not change.
+A hook reads the arguments of the experts module in each layer, which contain the router's choice.
+The forward pass does not change.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class RoutingCells:
     def __init__(
         self, model: Any, rows: int, dtype: str, is_own: Callable[[], bool] = lambda: True
     ) -> None:
-        """Listen to a causal LM of transformers until `close`.
+        """Attach hooks to a causal language model of transformers until `close`.
 
-        `dtype` is an integer type for every expert's id. If several batches take turns on one
-        model, `is_own` tells whether the current forward is over these rows.
+        `dtype` is an integer type for the id of every expert. If several batches take turns on one
+        model, `is_own` returns whether the current forward pass is over these rows.
         """
         experts = [m for name, m in model.named_modules() if name.endswith(".mlp.experts")]
         self._rows, self._width, self._is_own = rows, 0, is_own
@@ -37,12 +37,14 @@ class RoutingCells:
         self._cells: Tensor | None = None
 
     def hear(self, layer: int, _: Any, given: tuple[Tensor, ...]) -> None:
-        """Hook on the experts of a layer: the second argument is the choice [tokens, k]."""
+        """Hook on the experts of a layer: the second argument is the router's choice [tokens,
+        k].
+        """
         if self._is_own():
             self._heard[layer] = given[1]
 
     def _choices(self) -> Tensor:
-        """Return [tokens, layers, experts per token] of the last forward."""
+        """Return [tokens, layers, experts per token] of the last forward pass."""
         heard = [self._heard[layer] for layer in range(len(self._handles))]
         choices = torch.stack(heard, dim=1).to(self._dtype)
         if self._cells is None:
@@ -62,14 +64,16 @@ class RoutingCells:
             self._cells[:, : old.shape[1]] = old
 
     def fill(self, rows: Tensor, owner: Tensor) -> None:
-        """Record the forward over the first columns of whole rows; arguments as in the cache."""
+        """Record the forward pass over the first columns of whole rows; arguments as in the
+        cache.
+        """
         choices = self._choices()
         assert self._cells is not None
         choices = choices.view(int(owner.max()) + 1, -1, *choices.shape[1:])
         self._cells[rows, : choices.shape[1]] = choices[owner]
 
     def append(self, cells: Tensor) -> None:
-        """Record the forward over one token of each row; `cells` [n] int64 as in the cache."""
+        """Record the forward pass over one token of each row; `cells` [n] int64 as in the cache."""
         choices = self._choices()
         assert self._cells is not None
         self._cells.flatten(0, 1).index_copy_(0, cells, choices)
@@ -85,6 +89,6 @@ class RoutingCells:
         return self._cells[row, :length].to("cpu", copy=True).numpy()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()

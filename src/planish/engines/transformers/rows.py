@@ -1,7 +1,7 @@
-"""The batch of running requests: one row each, rows 0..n-1 always alive.
+"""The rows of running requests: rows 0 to n - 1 always have a request.
 
-When a row ends, a new request or the last row takes its place at once, so that no step computes a
-dead row. Rows know no model.
+If a row ends, a new request or the last row takes its place at once, so no step computes an empty
+row. Rows know no model.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class RunningRow:
     start: int
     """Absolute position of the first token of this call."""
     end: int
-    """Absolute length at the end of the budget."""
+    """Absolute length at which the budget is used up."""
 
 
 class RunningRows:
     """Tokens, log-probabilities and sampling settings of all running requests.
 
     Column p of `tokens` and `logprobs` is the token at absolute position p, prompt included. The
-    current token of a row (at `positions`) is known, but not in the cache yet.
+    current token of a row (at `positions`) is known, but not in the KV cache yet.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunningRows:
         self.rows: list[RunningRow] = []
         self.width = 0
         self.longest = 0
-        """Upper bound of the columns in use after the step in progress."""
+        """Upper bound of the columns in use after the current step."""
         self.choice = PLAIN
         self._numbers = torch.zeros((capacity, len(_FIELDS)), dtype=torch.int64, device=device)
         self._settings = torch.ones((capacity, 2), dtype=torch.float32, device=device)
@@ -64,7 +64,7 @@ class RunningRows:
         self._is_end = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._is_end[sorted(eos)] = True
         self._stopped = self._is_end[:0]
-        """[n] of the last step: which rows ended by a token, or by the end of a string."""
+        """[n] bool, rows that ended in the last step by a token or a stop string."""
         self._num_special = 0
         self._allocate(0)
 
@@ -94,7 +94,7 @@ class RunningRows:
         return self._field("position")
 
     def add(self, rows: Sequence[RunningRow]) -> Tensor:
-        """Add new requests behind the living rows; return their indices [k] int64."""
+        """Add new requests after the living rows; return their indices [k] int64."""
         first, last = len(self.rows), len(self.rows) + len(rows)
         self.rows.extend(rows)
         lengths = torch.tensor([row.start for row in rows])
@@ -130,7 +130,9 @@ class RunningRows:
         return torch.arange(first, last, device=self.device)
 
     def _refresh_choice(self) -> None:
-        """Find which settings any row uses, so that a plain batch pays for none."""
+        """Record which settings any row uses, so that a batch with default settings does no extra
+        work.
+        """
         if not self._num_special:
             self.choice = PLAIN
             return
@@ -148,7 +150,7 @@ class RunningRows:
         )
 
     def _fill_noise(self, first: int, column: int) -> None:
-        """Compute the block of rows from `first` on, so that `column` fits the next token."""
+        """Compute the noise block of rows from `first` on; `column` is for the next token."""
         numbers = self._numbers[first : len(self.rows)]
         next_token = numbers[:, _FIELDS["position"]] + 1 - numbers[:, _FIELDS["prompt"]]
         steps = torch.arange(_NOISE_BLOCK, device=self.device) - column
@@ -157,21 +159,25 @@ class RunningRows:
         )
 
     def uniform(self) -> Tensor:
-        """Return [n] float64: the noise of the token that each row samples next."""
+        """Return [n] float64, the noise of the token that each row samples next."""
         if self._column == _NOISE_BLOCK:
             self._column = 0
             self._fill_noise(0, 0)
         return self._noise[: len(self.rows), self._column]
 
     def current(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the current tokens [n] and their cells [n], made visible, and the bias [n, L]."""
+        """Return the current tokens [n], their cells [n] (now visible), and the bias [n,
+        longest].
+        """
         num = len(self.rows)
         cells = self.base[:num] + self.positions()
         self.bias.view(-1).index_fill_(0, cells, 0.0)
         return self.tokens.view(-1)[cells], cells, self.bias[:num, : self.longest]
 
     def accept(self, ids: Tensor, logprobs: Tensor, cells: Tensor) -> np.ndarray:
-        """Store the sampled tokens; return the indices of the rows that ended (host, sorted)."""
+        """Store the sampled tokens; return the indices of the rows that ended, as a sorted host
+        array.
+        """
         cells = cells + 1
         self.tokens.view(-1).index_copy_(0, cells, ids)
         self.logprobs.view(-1).index_copy_(0, cells, logprobs)
@@ -191,9 +197,9 @@ class RunningRows:
     ) -> list[Output]:
         """Return the outputs of rows in this call, with stop tokens.
 
-        A reason of None selects STOP, LENGTH, or ABORT for non-finite logits.
+        If `reason` is None, it is STOP, LENGTH, or ABORT for non-finite logits.
         """
-        # One copy from the device for all of them.
+        # One copy from the device for all rows.
         where = torch.tensor(indices, device=self.device)
         lengths = (self._numbers[where, _FIELDS["position"]] + 1).tolist()
         tokens, logprobs = (
@@ -214,7 +220,7 @@ class RunningRows:
         return outputs
 
     def remove(self, ended: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Drop rows and fill the holes with the last rows.
+        """Remove rows and fill their places with the last rows.
 
         Returns:
             (source, target) of the moved rows, for the cache; None if no row moved.
@@ -243,14 +249,14 @@ class RunningRows:
         return moved
 
     def update_longest(self) -> None:
-        """Recompute the columns in use after rows came or went."""
+        """Recompute the number of columns in use after rows were added or removed."""
         self.longest = int(self.positions().max()) + 1 if self.rows else 0
 
 
 _FIELDS: Mapping[str, int] = {
     name: index for index, name in enumerate(("position", "end", "prompt", "seed", "top_k"))
 }
-"""Columns of the rows' table of integers."""
+"""Map from name to column of the rows' table of integers."""
 
 
 def _is_special(sampling: Sampling) -> bool:

@@ -37,15 +37,15 @@ class ServedModel:
     architecture: str
     config: Mapping[str, Any]
     tensors: dict[str, Tensor]
-    """Weights by their names in memory; tied weights once."""
+    """Weights by their names in transformers; tied weights occur once."""
     tokenizer: Tokenizer
     version: int
     modules: Any = None
-    """Causal LM of transformers over the same storage; None until something needs it."""
+    """Causal language model of transformers over the same storage; None until it is needed."""
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the LM head."""
+        """Number of rows of the LM head."""
         head = self.tensors.get("lm_head.weight")
         if head is None and self.modules is not None:
             head = self.modules.get_output_embeddings().weight
@@ -55,7 +55,7 @@ class ServedModel:
         """Return the stop table of the tokenizer; None without stop strings.
 
         Raises:
-            ConfigError: the tokenizer does not say what text each token adds.
+            ConfigError: the tokenizer does not say which text each token adds.
         """
         return tokenizer_stops(self.tokenizer, self.vocab_size)
 
@@ -64,18 +64,19 @@ class ServedModel:
         return fused_decoder.fits(self.architecture, self.config, list(self.tensors))
 
     def write(self, source: WeightSource) -> tuple[int, int]:
-        """Write `source` in place, files once all are read; return numbers of tensors and bytes.
+        """Write `source` in place, a folder only after all its files are read. Return (tensors,
+        bytes).
 
         Raises:
             EngineError: a name is missing or a shape differs; no weight was changed.
         """
         given = source.names()
-        # Under their names in a policy folder, over the same storage.
+        # Names of a policy folder, over the same storage.
         wanted = on_disk(self.tensors, self.config)
         check_weights(given, _shapes(wanted))
-        # In the order of the source, which may be one in which they come.
+        # The source's own order may be the order in which its tensors arrive.
         fresh = ((name, source.read(name)) for name in given if name in wanted)
-        # What is in memory cannot fail half-way, and would be there twice.
+        # Reading from memory cannot fail half-way, and a list would double the memory.
         with torch.no_grad():
             for name, tensor in list(fresh) if source.address else fresh:
                 wanted[name].copy_(tensor)
@@ -86,7 +87,7 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
     """Load the model of a policy; load its modules only if `fused` is off or does not fit."""
     policy = model.policy
     if policy is None:
-        # Nothing is saved for a policy that is in files already.
+        # A policy that is in files already needs no temporary folder.
         folder, version = local_policy(model, ExitStack())
         weights = FolderWeights(folder)
         config, tokenizer = check_policy(folder, weights.names())

@@ -1,8 +1,8 @@
-"""An attention rank that is a whole vLLM: its scheduler, cache and sampler, without the experts.
+"""An attention rank that is a whole vLLM: scheduler, KV cache and sampler, but no experts.
 
-Several of these ranks share the expert ranks. Each steps by itself, and expert ranks serve rows as
-they arrive. While the rows of one are at the experts, the others compute: ping-pong between
-replicas.
+Several of these ranks share the expert ranks. Each rank steps by itself, and expert ranks serve
+rows as they arrive. While the rows of one attention rank are at the experts, the others compute:
+ping-pong between replicas.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 """
@@ -28,7 +28,7 @@ from planish.models.experts import is_expert
 
 
 class _Alone:
-    """Turns of the only micro-batch, which waits where others would compute."""
+    """Turns of a single micro-batch, which waits while it has no replies."""
 
     current = 0
     exchange: ExpertExchange
@@ -40,10 +40,10 @@ class _Alone:
 
 
 class VllmAttentionRank(ExchangingRank):
-    """One vLLM, its requests, and the rows that it sends to the experts."""
+    """One vLLM, its requests, and the exchange of its rows with the experts."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
-        """Start vLLM on the tensors except those of routed experts."""
+        """Start vLLM with all tensors except those of routed experts."""
         turns = _Alone()
         super().__init__(settings, inbox, turns)
         turns.exchange = self._exchange
@@ -68,7 +68,7 @@ class VllmAttentionRank(ExchangingRank):
         )
 
     def close(self) -> None:
-        """Free the process for another vLLM."""
+        """Close vLLM, so that the process can start another one."""
         self._engine.close()
 
     def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class VllmAttentionRank(ExchangingRank):
         return {}
 
     def withdraw(self, message: Mapping[str, Any]) -> Message:
-        """End requests of some ids with ABORT; None ends all."""
+        """End requests with ABORT: those with the given ids, or all if the ids are None."""
         return {"outputs": encode_outputs(self._engine.abort(message["ids"]))}
 
     def step(self, message: Mapping[str, Any]) -> Message:
@@ -100,7 +100,9 @@ class VllmAttentionRank(ExchangingRank):
         return {"outputs": encode_outputs(outputs), "num_tokens": num_tokens}
 
     def commit(self, _: Mapping[str, Any]) -> Message:
-        """Load the weights that were opened last; vLLM has no second copy, so they are read now."""
+        """Load the weights that `load` opened last. vLLM has no second copy, so they are read only
+        now.
+        """
         version, layout, weights = self._next
         self._engine.update_weights(weights, version)
         self._exchange.use(layout, version)

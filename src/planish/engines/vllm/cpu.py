@@ -1,4 +1,6 @@
-"""Limits of vLLM on the CPU: features only for accelerators, and sizes of its kernels."""
+"""Limits of vLLM on the CPU: features that only accelerators have, and sizes that its kernels
+need.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from planish.engines.config import EngineConfig
 from planish.models.experts import num_experts
 
 _CPU_VECTOR = 8
-"""Vector length of the CPU kernels."""
+"""Vector length of the CPU kernels, in numbers."""
 
 
 def refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: bool) -> None:
@@ -19,13 +21,14 @@ def refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: bo
             f"`engine.quantization` must be 'none' on the CPU, got {settings.quantization!r}"
         )
     if settings.guesses:
-        # Seen with vLLM 0.32: NaN for one in twelve tokens of steps that took guesses.
+        # Observed with vLLM 0.32: NaN for one in twelve tokens of steps that accepted guesses.
         raise ConfigError(
             "`engine.vllm.speculative_config` must be left out on the CPU, where vLLM gives no "
             f"log-probability for some tokens, got {settings.vllm['speculative_config']}"
         )
     if settings.tensor_parallel > 1 and num_experts(config):
-        # Ranks with whole experts end in a fault of memory, ranks with parts take no new weights.
+        # Ranks with whole experts crash with a memory fault; ranks with parts accept no new
+        # weights.
         raise ConfigError(
             "`engine.tensor_parallel` must be 1 on the CPU for a model with experts, got "
             f"{settings.tensor_parallel}; take an accelerator"
@@ -59,7 +62,7 @@ def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -
         size = int(config["hidden_size"]) // int(config["num_attention_heads"])
     if size is not None and size not in head_sizes:
         faults.append(f"`head_dim` must be one of {head_sizes}, got {size}")
-    # Norms and activations go through vectors of this many numbers.
+    # Norms and activations are computed in vectors of this many numbers.
     for name, divided in (("hidden_size", 1), ("intermediate_size", ranks)):
         width = int(config.get(name) or 0)
         if width % (_CPU_VECTOR * divided):

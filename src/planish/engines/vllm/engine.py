@@ -1,7 +1,7 @@
-"""vLLM as a rollout engine: its scheduler, cache and sampler, stepped inside of this process.
+"""vLLM as a rollout engine: its scheduler, KV cache and sampler, stepped inside this process.
 
-vLLM does not handle groups, windows and stop strings: the driver cuts windows, and the stop table
-of all engines finds strings in token ids.
+Windows and stop strings are not left to vLLM: the caller cuts windows, and the stop table of all
+engines finds strings in token ids.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from planish.records.rollouts import FinishReason
 logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler lives here and is stepped by us
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler lives in this process, and we step it
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -68,13 +68,13 @@ _ENVIRONMENT = {
 _CPU_CACHE_BYTES = 1 << 30
 _CPU_BATCH_TOKENS = 4096
 _UPDATE_SECONDS = 1800.0
-"""Longest wait for the workers to take new weights."""
+"""Seconds that the workers may take to load new weights."""
 _RANKS_SECONDS = 10.0
-"""Seconds for ranks to end after vLLM's request; vLLM itself kills them after eight."""
+"""Seconds that ranks may take to end after vLLM's request; vLLM itself kills them after eight."""
 
 
 _living: WeakSet[VllmEngine] = WeakSet()
-"""The engine of this process: vLLM's ranks, tables of layers and sleep exist once per process."""
+"""The engine of this process, since vLLM's ranks, layer tables and sleep exist once per process."""
 
 
 @dataclass
@@ -82,18 +82,18 @@ class _Running:
     request: Request
     stop_ids: frozenset[int]
     stop_state: int = 0
-    """State in the stop table; unused if the request ignores stop strings."""
+    """State in the stop table; not used if the request ignores stop strings."""
     internal_id: str = ""
     """The request's name in vLLM's scheduler."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
-    """vLLM's record of the experts, which is complete at the end."""
+    """vLLM's record of the experts, complete at the end of the request."""
     cached_tokens: int = 0
 
 
 class VllmEngine(BaseEngine):
-    """vLLM with `max_rows` sequences at once."""
+    """An engine on vLLM with at most `max_rows` sequences at once."""
 
     def __init__(
         self,
@@ -111,16 +111,16 @@ class VllmEngine(BaseEngine):
 
         Args:
             max_rows: requests that run at once.
-            max_model_len: prompt and response in tokens; 0 takes the model's own limit.
+            max_model_len: longest prompt plus response in tokens; 0 takes the model's own limit.
             device: `cpu`, or the accelerator that this build of vLLM is for.
             routing: record the experts of each token, for requests that want them; only on
-                            accelerators.
+                accelerators.
             config: ranks and memory.
-            load_format: vLLM's load format at the start; another than ours reads no routed
-                            experts.
-            shares_device: `sleep` frees the accelerator for other users.
+            load_format: vLLM's load format at the start; with a format other than ours, vLLM
+                reads no routed experts.
+            shares_device: `sleep` frees the accelerator for other programs.
             team: the ranks of `config`, if each is a training process with an engine; the first
-                            rank serves requests, and the others `follow`.
+                rank serves requests, and the others `follow`.
         """
         super().__init__(max_rows, max_model_len, routing=routing)
         self._device, self._routing, self._load_format = device, routing, load_format
@@ -173,7 +173,7 @@ class VllmEngine(BaseEngine):
                 if not (self._load_format != LOAD_FORMAT and is_expert(name))
             }
             self._check_taken()
-            # One token, so that a model that this build can not run fails now.
+            # One token, so that a model that this build cannot run fails now.
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
             if refused := self._add(Request("probe", (0,), one)):
                 raise EngineError(f"a prompt of one token must be served, got {refused[0].error}")
@@ -222,8 +222,8 @@ class VllmEngine(BaseEngine):
         if is_cpu:
             refuse_on_cpu(settings, model_config, routing=self._routing)
             if settings.tensor_parallel > 1:
-                # vLLM would give each rank a NUMA node of its own, which few machines have. An
-                # engine that was here before has made it keep what the environment said then.
+                # vLLM would bind each rank to its own NUMA node, which few machines have. An
+                # earlier engine of this process has made vLLM cache the environment variables.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
                 disable_envs_cache()
         is_rank = self._shares_device and "RANK" in os.environ
@@ -240,11 +240,11 @@ class VllmEngine(BaseEngine):
             "max_model_len": self.max_model_len,
             "max_num_seqs": self._max_rows,
             "max_num_batched_tokens": batch_tokens or None,
-            # A prompt that is cut asks the generator of its request to step back, which generators
-            # on the CPU can not.
+            # For a prompt in chunks vLLM rewinds the request's generator, which CPU generators do
+            # not support.
             "enable_chunked_prefill": not is_cpu,
             "tensor_parallel_size": settings.tensor_parallel,
-            # Each rank of a trainer has an engine of its own; vLLM takes them for data parallel.
+            # Each rank of a trainer has its own engine, which vLLM treats as data parallelism.
             "distributed_executor_backend": "external_launcher" if is_rank else None,
             "enable_sleep_mode": self._sleeps,
             "enable_expert_parallel": settings.expert_parallel,
@@ -252,15 +252,16 @@ class VllmEngine(BaseEngine):
             "gpu_memory_utilization": settings.memory_share,
             "kv_cache_memory_bytes": cache_bytes or None,
             "enforce_eager": is_cpu or not settings.compile,
-            # The kernel of the CPU (`csrc/cpu/pos_encoding.cpp` of vLLM) takes each head of a query
-            # [tokens, heads, width], as in latent attention, for a token; torch's way does not.
+            # vLLM's CPU kernel (`csrc/cpu/pos_encoding.cpp`) reads each head of a query [tokens,
+            # heads, width], as in latent attention, as a token; torch's implementation does not.
             "compilation_config": CompilationConfig(custom_ops=["-rotary_embedding"] * is_cpu),
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER),
             "worker_extension_cls": "planish.engines.vllm.taken.TellsTaken",
             "disable_log_stats": True,
-            # None is on wherever it can be, which is not on the CPU (`platforms/cpu.py` of vLLM).
-            # Experts of a token are read between two steps, when none may be under way.
+            # None turns it on wherever vLLM supports it, which excludes the CPU
+            # (`platforms/cpu.py`). Experts of a token are read between two steps, when no step may
+            # be in progress.
             "async_scheduling": False if self._routing else None,
             "enable_return_routed_experts": self._routing,
         }
@@ -269,7 +270,7 @@ class VllmEngine(BaseEngine):
     def _new_llm(
         self, made: Any, ours: dict[str, Any], model_config: dict[str, Any], cache_bytes: int
     ) -> Any:
-        """Start vLLM by its class of options, with ours and those of `engine.vllm`."""
+        """Start vLLM with our options and the options in `engine.vllm`."""
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -280,7 +281,7 @@ class VllmEngine(BaseEngine):
                 "correct or leave them out"
             )
         try:
-            # Its own default is that of a server, which takes fewer tokens in a step.
+            # The default of the other usage context is a server's, with fewer tokens per step.
             return LLMEngine.from_engine_args(made(**ours, **given), UsageContext.LLM_CLASS)
         except Exception as error:
             if not given and not isinstance(error, ValueError):
@@ -319,7 +320,7 @@ class VllmEngine(BaseEngine):
         if self._llm is not None:
             self._llm.engine_core.shutdown()
             self._llm = None
-        # Where vLLM has seen a rank die, a thread of its own ends the others, and nothing waits.
+        # After a rank has died, a thread of vLLM ends the others, but nothing waits for them.
         end = time.monotonic() + _RANKS_SECONDS
         for rank in self._ranks:
             rank.join(max(0.0, end - time.monotonic()))
@@ -336,7 +337,7 @@ class VllmEngine(BaseEngine):
 
     def _sleep(self) -> None:
         if self._sleeps:
-            # Nothing is kept: the next weights come from the trainer.
+            # No copy is kept, since the next weights come from the trainer.
             self._llm.sleep(2)
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
@@ -350,7 +351,7 @@ class VllmEngine(BaseEngine):
             dtype: `int8` or `int16`.
 
         Returns:
-            Function that needs the choices of each layer, like `SlotRouting.hear`.
+            A function to call with the choices of each layer, like `SlotRouting.hear`.
         """
         self._slots, self.routing = SlotRouting(self._llm, len(self._experts), dtype), True
         return self._slots.hear
@@ -359,7 +360,7 @@ class VllmEngine(BaseEngine):
 
     def _check(self, request: Request) -> str:
         if request.sampling.top_k and self._config.guesses:
-            # vLLM ends at a step without a guess: it asks for the largest `top_k` of no row.
+            # vLLM crashes at a step without a guess, since it takes the largest `top_k` of no rows.
             return (
                 "`top_k` must be 0 where vLLM guesses (`engine.vllm.speculative_config`), got "
                 f"{request.sampling.top_k}"
@@ -397,7 +398,7 @@ class VllmEngine(BaseEngine):
             call, words = self._team.hear()
             if call == "admit":
                 for request in decode_requests(words):
-                    # Experts are read where outputs are.
+                    # Only the leader reads experts, since only it returns outputs.
                     self._add(
                         replace(request, sampling=replace(request.sampling, want_routing=False))
                     )
@@ -410,7 +411,7 @@ class VllmEngine(BaseEngine):
                 return
 
     def _add(self, request: Request) -> list[Output]:
-        """Hand a request to vLLM; return its output where vLLM refuses it."""
+        """Add a request to vLLM; return its output if vLLM refuses it."""
         from vllm.sampling_params import RequestOutputKind
 
         from planish.engines.vllm.params import TrueParams
@@ -419,7 +420,8 @@ class VllmEngine(BaseEngine):
         row = _Running(request, frozenset() if sampling.ignore_eos else self._eos)
         if self._strings is not None and not sampling.ignore_eos:
             row.stop_state = self._strings.advance(0, prefix)
-        # A number generator of vLLM begins anew in each window: the same seed would repeat itself.
+        # A generator of vLLM starts again in each window; with the same seed it would repeat its
+        # numbers.
         seed = request_seed(sampling.seed, len(prefix), "", 0) if prefix else sampling.seed
         prompt = {"prompt_token_ids": [*request.prompt_ids, *prefix]}
         try:
@@ -465,7 +467,7 @@ class VllmEngine(BaseEngine):
         return ended
 
     def _take(self, row: _Running, part: Any) -> Output | None:
-        """Add what a step gave; return the output of a row that ends."""
+        """Add the tokens of a step; return the output if the row has ended."""
         if not row.tokens:
             row.cached_tokens = int(part.num_cached_tokens or 0)
         (new,) = part.outputs
@@ -503,7 +505,8 @@ class VllmEngine(BaseEngine):
             if self._slots is not None:
                 routing = self._slots.read(row.internal_id, num_seen)
             else:
-                # What vLLM has gathered of a request that still runs it keeps to itself.
+                # For a request that still runs, vLLM returns no record of experts, so its state is
+                # read.
                 states = self._llm.output_processor.request_states
                 chunks = row.routed or states[row.internal_id].routed_experts_chunks
                 routing = inputs_routing(chunks, self._experts, num_seen, self._routing_dtype)
@@ -527,17 +530,18 @@ class VllmEngine(BaseEngine):
         begin = time.monotonic()
         given = source.names()
         check_weights(given, {name: shape for name, (shape, _) in self._names.items()})
-        # One by one, so that the cache finds no room before the old weights are replaced.
+        # One after the other, so that the cache is allocated only after the old weights are
+        # replaced.
         if wakes := self._sleeps and self._state is EngineState.ASLEEP:
             self._llm.wake_up(["weights"])
         is_here = self._config.tensor_parallel == 1 or self._team is not None
         with contextlib.ExitStack() as scratch:
             announced = {"address": offer(source) if is_here else address_of(source, scratch)}
-            # Of several ranks one may have failed and another not: vLLM would count their answers
-            # to later questions wrongly.
+            # With several ranks one may fail and another not; vLLM would then assign their answers
+            # to later calls wrongly.
             with self._failing() if self._config.tensor_parallel > 1 else contextlib.nullcontext():
                 self._tell_workers("init_weight_transfer_engine", init_info=announced)
-            # What breaks from here on may leave old and new weights side by side.
+            # A failure from here on may leave a mixture of old and new weights.
             with self._failing():
                 self._tell_workers("start_weight_update")
                 self._tell_workers("update_weights", update_info={})
@@ -550,7 +554,7 @@ class VllmEngine(BaseEngine):
         return WeightUpdate(version, len(given), size, time.monotonic() - begin)
 
     def _check_taken(self) -> None:
-        """Refuse weights of which vLLM has dropped some, which no rank has read."""
+        """Refuse weights if no rank has read some of them, because vLLM dropped them."""
         taken: set[str] = set().union(*self._llm.collective_rpc("planish_taken"))
         if self._team is not None:
             taken = self._team.union(taken, self._names)

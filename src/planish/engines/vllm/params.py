@@ -1,4 +1,4 @@
-"""vLLM's settings of a request, with every temperature of `Sampling` unchanged."""
+"""vLLM's sampling parameters of a request, which keep every temperature of `Sampling`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm import SamplingParams
 
 
 class TrueParams(SamplingParams):  # type: ignore[misc]  # vllm is untyped here
-    """Keeps temperatures below .01, which vLLM would raise to .01, and above 2, which it refuses.
+    """Keeps temperatures below .01, which vLLM would raise to .01, and above 2, which vLLM refuses.
 
     Copies, also those for workers in other processes, run `__post_init__` again.
     """

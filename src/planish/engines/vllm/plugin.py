@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 
 WEIGHT_TRANSFER = "planish"
-"""Name of our weight transfer."""
+"""Name of our weight transfer backend."""
 
 LOAD_FORMAT = "planish"
-"""Name of our load format, by which vLLM reads weights at the start."""
+"""Name of our load format, with which vLLM reads weights at the start."""
 
 
 def _tells_news(record: logging.LogRecord) -> bool:
-    """Drop a line of each change of weights; what a model does not take we find ourselves."""
+    """Return False for a log line that vLLM writes at each change of weights; we check dropped
+    weights ourselves.
+    """
     return not str(record.msg).endswith("Failed to load weights")
 
 

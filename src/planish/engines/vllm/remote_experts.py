@@ -1,8 +1,8 @@
-"""Routed experts in other processes: the layer that vLLM builds in place of its own.
+"""Routed experts in other processes: a layer that vLLM builds in place of its own.
 
-The router, shared experts and everything else stay vLLM's. In any family that vLLM builds on its
-fused layer, a sparse block has one `RoutedExperts`, which is replaced. The replacement has no
-parameters, so experts take no memory here and are not read.
+The router, shared experts and all other modules stay vLLM's. In any family that vLLM builds on its
+fused layer, a sparse block has one `RoutedExperts`, which our class replaces. The replacement has
+no parameters, so the experts take no memory in this process and are not read.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 3 (attention nodes hold all but the experts).
 """
@@ -29,27 +29,28 @@ from planish.engines.weights import FolderWeights
 from planish.models.experts import is_expert
 
 LOAD_FORMAT = "planish_without_experts"
-"""Name of the load format that reads all tensors of a policy folder but those of routed experts."""
+"""Name of the load format that reads all tensors of a policy folder except those of routed
+experts."""
 
 Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Function of the sparse layer (from 0), rows [n, hidden], expert ids [n, k] int64 and weights [n,
-k]; returns the weighted sums [n, hidden]."""
+"""Function (sparse layer from 0, hidden states [n, hidden], expert ids [n, k] int64, weights [n,
+k]) -> weighted sums [n, hidden]."""
 
 _STARTING: ContextVar[bool] = ContextVar("planish_vllm_starts_without_experts", default=False)
-"""Whether vLLM starts in this thread: passes that measure memory or warm up then get zeros, since
-no expert rank is connected yet. Only `without_experts` sets it."""
+"""True while vLLM starts in this thread. Passes that measure memory or warm up then get zeros,
+since no expert rank is connected yet. Only `without_experts` sets it."""
 
 
 class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped here
     """vLLM's method for the experts of one layer: it has no weights and calls `compute`."""
 
     compute: Compute | None = None
-    """Set by `connect`."""
+    """Function that computes the experts; `connect` sets it."""
     layer_index = 0
-    """Sparse layer of the model, from 0."""
+    """Number of the sparse layer in the model, from 0."""
 
     def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
-        """Make none."""
+        """Create no weights."""
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Return None: this process computes no experts."""
@@ -84,13 +85,13 @@ class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped
 
 
 class RemoteRoutedExperts(RoutedExperts):  # type: ignore[misc]  # vllm is untyped here
-    """The layer without weights."""
+    """vLLM's layer of routed experts, without weights."""
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> RemoteMethod:
         return RemoteMethod(moe_config)
 
     def load_weights(self, weights: Any) -> Iterator[str]:
-        """Refuse weights: they belong to the expert ranks."""
+        """Refuse weights, since they belong on the expert ranks."""
         raise EngineError(
             f"no weight of an expert may be read here, got {[name for name, _ in weights][:3]}"
         )
@@ -103,7 +104,7 @@ class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped 
         """Do nothing: the folder is local."""
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Load the tensors."""
+        """Load the tensors of the policy folder."""
         weights = FolderWeights(Path(model_config.model))
         names = [name for name in weights.names() if not is_expert(name)]
         load(model, ((name, weights.read(name)) for name in names))
@@ -111,9 +112,9 @@ class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped 
 
 @contextmanager
 def without_experts() -> Iterator[None]:
-    """In the block vLLM starts models without routed experts, by `LOAD_FORMAT`.
+    """Let vLLM start models without routed experts in the block, by `LOAD_FORMAT`.
 
-    During the start all rows get zeros from the experts; afterwards no rows do.
+    During the start the experts return zeros for all rows; after the block they never do.
     """
     name = RoutedExperts.__name__
     PluggableLayer.register_oot(name=name)(RemoteRoutedExperts)
@@ -130,7 +131,7 @@ def connect(model: torch.nn.Module, compute: Compute) -> int:
     """Set `compute` in every layer of a loaded model; return the number of layers.
 
     Raises:
-        EngineError: the model has no such layer: it is dense, or has its own experts module.
+        EngineError: the model has no such layer, because it is dense or has its own experts module.
     """
     methods = [m.quant_method for m in model.modules() if isinstance(m, RemoteRoutedExperts)]
     if not methods:

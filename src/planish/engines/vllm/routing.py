@@ -1,8 +1,8 @@
-"""The experts of each token as vLLM reports them, in the form of an `Output`.
+"""Experts of each token, converted from vLLM's report to the form of an `Output`.
 
 vLLM counts all decoder layers, with 0 for those without experts. It returns the choices in chunks
-of positions, but not for a request that it did not end itself. If other processes compute the
-experts, our own layer records the choices instead.
+of positions, but not for a request that was aborted. If other processes compute the experts, our
+own layer records the choices instead.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def inputs_routing(
 
 
 class SlotRouting:
-    """Choices of experts by slot of vLLM's cache of keys and values.
+    """Choices of experts by slot of vLLM's KV cache.
 
-    A slot belongs to one token as long as its keys and values do. So a prompt with a prefix that
-    was computed for another request finds the choices of that prefix too.
+    A slot belongs to one token as long as its keys and values do. If a prompt shares a cached
+    prefix with another request, the choices of that prefix are therefore found too.
     """
 
     def __init__(self, llm: Any, num_layers: int, dtype: str) -> None:
@@ -71,7 +71,7 @@ class SlotRouting:
         self._cells: np.ndarray | None = None
 
     def hear(self, layer: int, index: Tensor) -> None:
-        """Record the choices [tokens, k] of one layer with experts in the current forward."""
+        """Record the choices [tokens, k] of one layer with experts in the current forward pass."""
         from vllm.forward_context import get_forward_context
 
         if layer == 0:
@@ -92,10 +92,10 @@ class SlotRouting:
         self._cells[slots[slots >= 0], layer] = choices[slots >= 0]
 
     def read(self, internal_id: str, num_inputs: int) -> np.ndarray | None:
-        """Return [num_inputs, layers, k] of a request that was in the last forward.
+        """Return [num_inputs, layers, k] of a request that was in the last forward pass.
 
-        It is -1 everywhere for a request that left the cache before that forward, and None before
-        any forward.
+        It is -1 everywhere for a request that left the cache before that pass, and None before any
+        pass.
         """
         if self._cells is None:
             return None

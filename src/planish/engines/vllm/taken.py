@@ -1,8 +1,8 @@
 """Record of the tensors of a policy that vLLM's loaders have read.
 
 A loader drops a tensor whose name its model does not know, often without a message, such as the
-bias of a projection in a family without biases. It reads no elements of that tensor, and this
-module detects that for every family, kernel and device.
+bias of a projection in a family without biases. The loader then reads no elements of that tensor.
+This module detects that for every family, kernel and device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 _taken: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
-"""Names that the loader of each model in this process read last."""
+"""Model to the names of the tensors that its loader read last in this process."""
 
 
 class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the names of tensors that any operation but a view reads in the block.
+    """Records the names of tensors that any operation except a view reads in the block.
 
     Source: vLLM 0.32, `model_loader/reload/meta.py`, counts in the same way what loaders copy.
     """
@@ -32,14 +32,15 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
         self._places: list[tuple[int, int, str]] = []
-        """Address, end and name of tensors that a loader has been given."""
+        """Address, end and name of tensors that were given to a loader."""
 
     def give(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by name to a loader."""
         for name, tensor in tensors:
             begin = tensor.data_ptr()
             end = begin + tensor.nbytes
-            # What lay there before is gone, or its memory would not have been given away.
+            # A tensor that overlaps earlier tensors reuses their memory, so the earlier ones are
+            # gone.
             index = max(0, bisect_right(self._places, (begin,)) - 1)
             while index < len(self._places) and self._places[index][0] < end:
                 if self._places[index][1] > begin:
@@ -65,7 +66,7 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def load(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Load tensors into a model of vLLM, and record which it reads."""
+    """Load tensors into a model of vLLM, and record which of them the model reads."""
     with Readings() as readings:
         model.load_weights(readings.give(tensors))
     _taken[model] = frozenset(readings.names)
@@ -85,7 +86,7 @@ class SeenLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm is untyped h
         yield from self._readings.give(super().get_all_weights(*args, **options))
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Load every tensor that this model knows."""
+        """Load the policy's tensors, and record which of them the model reads."""
         with self._readings:
             super().load_weights(model, model_config)
         _taken[model] = frozenset(self._readings.names)

@@ -1,7 +1,8 @@
-"""Training processes that share one vLLM: the first leads, the others follow its engine.
+"""Training processes that share one vLLM: the first process leads, the others follow its engine.
 
-With `external_launcher` each rank has its own scheduler; all stay equal as long as they add, step
-and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uniproc_executor.py`.
+With `external_launcher` each rank has its own scheduler. The schedulers stay equal as long as they
+add, step and end the same requests in the same order. Source: vLLM 0.32,
+`v1/executor/uniproc_executor.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from planish.base.parallel import Ranks, neighbours, peers
 
 
 class Team:
-    """`size` neighbouring ranks, with JSON messages from the first of them to the others."""
+    """`size` neighbouring ranks; the first rank sends JSON messages to the others."""
 
     def __init__(self, ranks: Ranks, size: int, timeout_seconds: float) -> None:
-        """Make the groups of all teams; every rank does so. `size` divides the number of ranks."""
+        """Make the process groups of all teams; every rank must call this. `size` divides the
+        number of ranks.
+        """
         self._group = neighbours(size, timeout_seconds)
         self._first = ranks.rank // size * size
         self.leads = ranks.rank == self._first
@@ -48,7 +51,7 @@ class Team:
         return call, words
 
     def union(self, found: Collection[str], among: Iterable[str]) -> set[str]:
-        """Return the names, in one order, that any rank of the team has found."""
+        """Return the names in `among` that any rank of the team has found."""
         names = list(among)
         marks = torch.tensor([name in found for name in names], dtype=torch.uint8)
         with self.together():

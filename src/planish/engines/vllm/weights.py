@@ -1,9 +1,9 @@
 """Weight updates of a running vLLM: workers read the policy by its address.
 
 The first rank of each tensor-parallel group reads, and vLLM's own broadcast sends the tensors to
-the others, so that a group reads each byte once from the store. Ranks that are training processes
-read from their trainer instead. Every tensor goes through its model's loader again, layer by layer,
-into the storage that kernels and captured graphs already use.
+the others, so a group reads each byte once from the store. Ranks that are training processes read
+from their trainer instead. Every tensor passes its model's loader again, layer by layer, into the
+storage that kernels and captured graphs already use.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from planish.models.experts import is_expert
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 _REUSED_BYTES = 256 << 20
-"""Largest block that the C library keeps for reuse, and limit of its unused memory."""
+"""Largest block that the C library keeps for reuse, and limit of its unused memory, in bytes."""
 _BROADCAST_BYTES = 64 << 20
-"""Size of a message of tensors to the other ranks of a group."""
+"""Bytes of one broadcast of tensors to the other ranks of a group."""
 
 
 @dataclass
 class NextWeights(WeightTransferInitInfo):
-    """Announcement of the next weights, before each update."""
+    """Announcement of the next weights, sent before each update."""
 
     address: str
-    """Address for `fetch_weights`, on the machine of each first rank."""
+    """Address for `fetch_weights`, valid on the machine of each first rank."""
 
 
 @dataclass
 class ReadThem(WeightTransferUpdateInfo):
-    """The weights that were announced."""
+    """Order to load the announced weights."""
 
 
 class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
-    """Weights from the safetensors files of a policy."""
+    """Transfer of weights from the safetensors files of a policy."""
 
     init_info_cls = NextWeights
     update_info_cls = ReadThem
@@ -64,13 +64,15 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
 
     @property
     def _group(self) -> Any:
-        """Ranks of which the first one reads for all; None where each reads for itself."""
+        """Ranks of which the first one reads for all; None if each rank reads for itself."""
         is_trainer = self.parallel_config.distributed_executor_backend == "external_launcher"
         group = get_tp_group()
         return None if is_trainer or group.world_size == 1 else group
 
     def init_transfer_engine(self, init_info: NextWeights) -> None:
-        """Fetch the next weights to this machine and verify all digests; the model stays."""
+        """Fetch the next weights to this machine and verify all digests; the model does not
+        change.
+        """
         is_reader = self._group is None or self._group.is_first_rank
         self._next = fetch_weights(init_info.address) if is_reader else None
 
@@ -78,8 +80,8 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
         """Prepare the model to load weights again.
 
         On the CPU every layer is assembled in new memory before it is packed. glibc would return
-                blocks of this size to the system each time, and page faults on new blocks would
-                take a third of the whole update.
+        blocks of this size to the system each time, and page faults on new blocks would take a
+        third of the whole update.
         """
         initialize_layerwise_reload(self.model)
         if current_platform.is_cpu() and platform.libc_ver()[0] == "glibc":
@@ -102,11 +104,11 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
         load(self.model, in_group(weights, names, self._group, self.device))
 
     def finish_weight_update(self) -> None:
-        """Bring the weights into the form that the kernels read.
+        """Convert the weights into the form that the kernels read.
 
         On the CPU vLLM packs the experts of each layer, and an LM head that is tied to the
-                embedding, when it loads a model but not when weights change. It would silently use
-                old weights, so this method packs them.
+        embedding, when it loads a model but not when weights change. It would silently use old
+        weights, so this method packs them.
         """
         finalize_layerwise_reload(self.model, self.model_config)
         if not current_platform.is_cpu():
@@ -120,7 +122,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing; there is nothing to free."""
 
 
 def in_group(
@@ -129,8 +131,8 @@ def in_group(
     """Yield tensors by name on every rank of a group; only the first rank reads them.
 
     Args:
-        weights: None on the other ranks.
-        names: tensors to read; none on the other ranks.
+        weights: source of the tensors; None on the other ranks.
+        names: tensors to read; empty on the other ranks.
         group: vLLM's coordinator of a tensor-parallel group; None if this rank reads alone.
         device: device of the tensors in the broadcast.
     """

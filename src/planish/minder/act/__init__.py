@@ -1,1 +1,1 @@
-"""What is done about a faulty machine, and what must hold before."""
+"""Actions on a faulty machine, and the guards that can refuse them."""

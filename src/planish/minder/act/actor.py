@@ -1,8 +1,8 @@
-"""What is done about a faulty machine, and what is not.
+"""Actor: takes the allowed action on a faulty machine.
 
-`Actor.handle` is called after every call of a job for each of its alerts, from the first to the
-last. It takes at most one step and never waits. It may be called again at any time, also by a
-process that knows nothing of the steps before: annotations of the node record them.
+After every call for a job, the service calls `Actor.handle` for each of the job's alerts, until the
+alert has ended. `handle` takes at most one step and never waits. It may be called again at any
+time, also by a new process: annotations of the node record the earlier steps.
 """
 
 from __future__ import annotations
@@ -47,47 +47,49 @@ ACTIONS: dict[Mode, Action] = {
 """The strongest action of each mode, the weakest mode first."""
 FORBIDDEN = 403
 FRESH_SECONDS = 180
-"""A result whose last second is older leads to no action."""
+"""Largest age of a result, in seconds, that can lead to an action."""
 _KEEP_SECONDS = 86_400
-"""How long nodes that were taken are remembered."""
+"""Seconds for which cordoned nodes are remembered."""
 _LOST_SECONDS = 3600
-"""Seconds after which an alert that no call repeats is dropped."""
+"""Seconds after which an alert is dropped if no call repeats it."""
 
 
 @dataclass(frozen=True)
 class ActionOutcome:
-    """What was done about one alert."""
+    """Outcome of one step for an alert."""
 
     action: Action
-    """What was wanted."""
+    """The action that the modes allow."""
     result: ActionResult
-    """done: all of it. waiting: for a second call, or for pods that a budget holds back; call
-    again. blocked: those pods were given up. refused: by a guard. forbidden: the API server
-    answered 403."""
+    """Outcome of the action. done: complete. waiting: for a second call, or for pods that a
+    disruption budget holds back; `handle` must be called again. blocked: those pods were given up.
+    refused: by a guard. forbidden: the API server answered 403."""
     detail: str = ""
     has_changed: bool = True
-    """It differs from the last outcome of this alert: count and log it only then."""
+    """True if the outcome differs from the last one of this alert; only then it is counted and
+    logged."""
 
 
 @dataclass
 class Memory:
-    """What this actor knows of one alert."""
+    """State of one alert in this actor."""
 
     alert: Alert
     first_end: int
-    """Last second of the first result that came with it."""
+    """Last second of the first result that named the alert."""
     handled: float = 0.0
     """Unix seconds of the last `handle`."""
     last: ActionOutcome | None = None
     is_finished: bool = False
-    """Nothing is left to do."""
+    """True if no step is left."""
     job: JobInfo | None = None
-    """As last seen: a job that has ended still gets the end of its alerts."""
+    """The job when it was last seen; the end of an alert is reported also after the job has
+    ended."""
     pods: Sequence[PodInfo] = ()
-    """Of the namespace, as last seen."""
+    """Pods of the job's namespace when they were last read."""
     evictions: Evictions = field(default_factory=Evictions)
     history: list[dict[str, Any]] = field(default_factory=list)
-    """What was reported: second, state and action."""
+    """Reports of the alert: second, state and action."""
 
 
 class Actor:
@@ -101,25 +103,27 @@ class Actor:
         is_leader: Callable[[], bool] = lambda: True,
         is_silenced: Callable[[Alert], bool] = lambda alert: False,
     ) -> None:
-        """Begin with nothing done.
+        """Start without alerts.
 
-        `is_leader` says whether this replica may act now, `is_silenced` whether people have
-        silenced an alert; when it raises, nothing is done.
+        `is_leader` returns whether this replica may act now. `is_silenced` returns whether people
+        have silenced an alert; if it raises, the alert counts as silenced.
         """
         self.cluster, self.config = cluster, config
         self.events = EventBook(cluster)
         self.forbidden = ""
-        """Answer of the API server when it refused a right; from then on nothing is done."""
+        """Message of the API server when it refused a right; the actor only observes from then
+        on."""
         self._notifier = Notifier(cluster, self.events)
         self._is_leader, self._is_silenced = is_leader, is_silenced
         self._memory: dict[str, Memory] = {}
         self._taken: list[Taken] = []
-        """Nodes that this process has taken, or would have taken but for the dry run."""
+        """Nodes that this process has cordoned or marked; in a dry run, nodes that it would
+        have."""
         self._lock = threading.Lock()
 
     @property
     def mode(self) -> Mode:
-        """The strongest action that is allowed anywhere now."""
+        """The strongest mode that is allowed now, before namespaces and jobs restrict it."""
         return "observe" if self.forbidden else self.config.mode
 
     def handle(self, alert: Alert, result: Result, now: int) -> ActionOutcome:
@@ -152,7 +156,7 @@ class Actor:
             return replace(outcome, has_changed=has_changed)
 
     def reconcile(self, now: int) -> list[tuple[str, ActionOutcome]]:
-        """Follow what humans did to cordoned nodes; return machine and outcome of each change."""
+        """Clean up after humans who uncordoned nodes; return machine and outcome of each change."""
         with self._lock:
             self._taken = [taken for taken in self._taken if taken.time >= now - _KEEP_SECONDS]
             self._memory = {
@@ -172,7 +176,7 @@ class Actor:
             return done
 
     def _step(self, memory: Memory, job: JobInfo | None, result: Result, now: int) -> ActionOutcome:
-        """Find the strongest action that is allowed now, and do it on the machine."""
+        """Find the strongest action that is allowed now, and take it on the machine."""
         alert, age = memory.alert, now - result.end
         if alert.ended or alert.kind in ("outage", "broken"):
             return ActionOutcome("none", "none", f"{alert.kind} {alert.state}")
@@ -195,7 +199,7 @@ class Actor:
         return self._act(memory, job, action, now)
 
     def _act(self, memory: Memory, job: JobInfo, action: Action, now: int) -> ActionOutcome:
-        """Do what is allowed, unless a guard refuses."""
+        """Take the action unless a guard refuses."""
         alert, node = memory.alert, self.cluster.node(memory.alert.machine)
         there = pods_on(memory.pods, job, node.name)
         if node.was_uncordoned:
@@ -211,7 +215,7 @@ class Actor:
             is_done = self.config.dry_run or action == "mark" or self._cordon(alert, job, node, now)
             if not is_done:
                 return ActionOutcome(action, "refused", "somebody else cordoned the node just now")
-            # Limits count what a dry run would have done: it shows what would really happen.
+            # The limits count nodes of a dry run too, so it shows what a real run would do.
             self._taken.append(Taken(float(now), job.full_name, node.name))
         if not self.config.dry_run:
             kind = "".join(word.capitalize() for word in alert.kind.split("_"))
@@ -231,7 +235,7 @@ class Actor:
         return True
 
     def _unmark(self, alert: Alert, now: int) -> None:
-        """Say that a machine is no longer faulty where this very alert has said that it is."""
+        """Clear the node's condition if this alert has set it."""
         if self.mode == "observe" or self.config.dry_run or not self._is_leader():
             return
         node = self.cluster.node(alert.machine)
@@ -247,7 +251,7 @@ class Actor:
             if self._is_silenced(alert):
                 reasons.append("a silence matches the alert")
         except Exception as error:
-            # As long as this is not known, the alert counts as silenced.
+            # An alert whose silences can not be read counts as silenced.
             reasons.append(f"it is not known whether a silence matches the alert: {error}")
         reasons += standing_refusals(alert.id, node, pods)
         if not node.is_ours:
@@ -276,7 +280,7 @@ class Actor:
         return ActionOutcome("evict", "done", plan)
 
     def _give_up(self, node: NodeInfo, now: int) -> ActionOutcome:
-        """Take back what the cordon left on a node that a human made schedulable again."""
+        """Remove taint and annotations from a node that a human made schedulable again."""
         detail = "a human made the node schedulable again"
         if self.config.dry_run:
             return ActionOutcome("uncordon", "dry_run", detail)
@@ -294,6 +298,6 @@ class Actor:
 
 
 def _told(alert: Alert) -> str:
-    """Return what the condition of a node says of an alert."""
+    """Return the message for the node's condition."""
     what = f"{alert.kind} {alert.metric}".strip()
     return f"{what} in {alert.job} since {timestamp(alert.since)}, alert {alert.id}"

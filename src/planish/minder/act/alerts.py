@@ -1,8 +1,8 @@
-"""Which faults the calls of a job name, and since when.
+"""Alerts: the faults that the calls for a job have found, and since when they last.
 
-The rules of `monitoring/rules` keep an alert firing, and Alertmanager sends it to people. This
-module makes one alert of the findings of many calls. A book reads no clock, so that a replay and
-the service raise the same alerts.
+Rules in `monitoring/rules` turn an alert into one of Prometheus, and Alertmanager sends that to
+people. This module makes one alert from the findings of many calls. A book reads no clock, so a
+replay and the service raise the same alerts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planish.minder.detect.result import Result
 
 AlertKind = Literal["dissimilar", "silent", "job_wide", "outage", "broken"]
 _Key = tuple[str, str]
-"""Subject and machine of an alert."""
+"""Subject ("machine" or the kind of the event) and machine of an alert."""
 
 _NAMES = {
     "job_wide": "MinderJobWide",
@@ -32,7 +32,7 @@ class Alert:
     """One machine that stays unlike its peers, or an event of the whole job."""
 
     id: str
-    """16 hexadecimal digits from job, machine or event, and start: equal after a restart."""
+    """16 hexadecimal digits, a hash of job, machine or event, and start; a restart keeps it."""
     job: str
     machine: str
     """Node name; empty for an event of the whole job."""
@@ -41,13 +41,13 @@ class Alert:
     since: float
     """Unix seconds at which the machine began to differ."""
     seen: float
-    """Unix seconds after the last one in which it differed."""
+    """Unix seconds after the last second in which the machine differed."""
     score: float = 0.0
     """Mean normal score over the run."""
     machines: tuple[str, ...] = ()
     """All machines concerned, for `job_wide` and `outage`."""
     ended: str = ""
-    """Why it has ended; empty while it is open."""
+    """Reason why the alert has ended; empty while it is open."""
 
     @property
     def name(self) -> str:
@@ -61,22 +61,23 @@ class Alert:
 
 
 class AlertBook:
-    """The open alerts of one job, call after call."""
+    """The open alerts of one job over many calls."""
 
     def __init__(self, window_seconds: int, alerts: Iterable[Alert] = ()) -> None:
-        """Begin with open alerts; one ends once its run has left the window of a call."""
+        """Start with open alerts. An alert ends once its run has left the window of a call."""
         self._window_seconds = window_seconds
         self._open = {_key(alert.kind, alert.machine): alert for alert in alerts}
 
     def alerts(self) -> list[Alert]:
-        """Return the open alerts, by kind and machine."""
+        """Return the open alerts, sorted by kind and machine."""
         return [self._open[key] for key in sorted(self._open)]
 
     def update(self, result: Result, members: Collection[str]) -> list[Alert]:
-        """Return the alerts that begin and those that end with the result of a call.
+        """Return the alerts that a result begins and those that it ends.
 
         A result without a verdict (skipped, outage, too few machines) ends no alert about a
-        machine. Alerts about machines that are no longer `members` of the job end.
+        machine. An alert about a machine that is not in `members` ends, since the machine has left
+        the job.
         """
         named = self._named(result)
         changed = [alert for key, alert in named.items() if key not in self._open]
@@ -93,16 +94,16 @@ class AlertBook:
         return changed
 
     def end(self) -> list[Alert]:
-        """Return all alerts as ended, because the job has ended."""
+        """End all alerts because the job has ended; return them."""
         return [self._end(key, "the job has ended") for key in sorted(self._open)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values that `from_json` takes."""
+        """Return JSON values for `from_json`."""
         return {"open": [asdict(alert) for alert in self.alerts()]}
 
     @classmethod
     def from_json(cls, window_seconds: int, raw: Mapping[str, Any]) -> AlertBook:
-        """Continue from what `to_json` gave, also that of an earlier version."""
+        """Restore a book from the values of `to_json`, also from those of an earlier version."""
         names = {item.name for item in fields(Alert)}
         alerts = []
         for item in raw["open"]:
@@ -112,14 +113,14 @@ class AlertBook:
         return cls(window_seconds, alerts)
 
     def _named(self, result: Result) -> dict[_Key, Alert]:
-        """Return what a result names as alerts; those that are open already go on."""
+        """Return the faults of a result as alerts; an open alert keeps its id and start."""
         named: dict[_Key, Alert] = {}
         event = self._open.get(_WHOLE_JOB)
         for alert in _alerts_of(result):
             key = _key(alert.kind, alert.machine)
             is_new_fault = key[0] == "machine" and key not in self._open
             if event is not None and is_new_fault and alert.machine in event.machines:
-                # Runs of the event outlast it in the window; they blame no single machine.
+                # A run that began during the event belongs to it and blames no single machine.
                 key = _WHOLE_JOB if alert.since <= event.seen else key
             old = named.get(key) or self._open.get(key)
             named[key] = alert if old is None else replace(old, seen=max(old.seen, alert.seen))
@@ -127,7 +128,9 @@ class AlertBook:
 
     @staticmethod
     def _is_judged(alert: Alert, result: Result) -> bool:
-        """Tell whether a result could have named the machine again; silence needs few peers."""
+        """Return whether a result could have named the alert's machine again. A silent machine
+        needs no peers.
+        """
         is_heard = alert.kind == "silent" and result.status == "too_few_machines"
         return result.is_judged or is_heard
 
@@ -136,12 +139,12 @@ class AlertBook:
 
 
 def _key(kind: str, machine: str) -> _Key:
-    """Return what tells alerts of a job apart: a machine is faulty only once."""
+    """Return the key of an alert within its job; a machine has at most one alert."""
     return "machine" if kind in ("dissimilar", "silent") else kind, machine
 
 
 def _alerts_of(result: Result) -> Iterator[Alert]:
-    """Yield an alert for each finding, and for each fault of the measuring itself."""
+    """Yield an alert for each finding, and for each failure of the telemetry."""
     end = float(result.end)
     for f in result.findings:
         start, seen = float(f.run_start), f.run_start + f.duration_s
@@ -151,7 +154,7 @@ def _alerts_of(result: Result) -> Iterator[Alert]:
         else:
             yield _alert(result.job, f.kind, f.machine, *facts)
     broken = {name for machines in result.broken.values() for name in machines}
-    # Exporters of most machines that stand still at once have one cause.
+    # If the exporters of most machines stand still at once, they have one cause.
     lost = result.silent if result.status == "outage" else tuple(sorted(broken))
     if result.status == "outage" or 2 * len(broken) > result.n_machines:
         yield _alert(result.job, "outage", "", "", end, end, machines=lost)

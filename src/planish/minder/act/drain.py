@@ -1,4 +1,4 @@
-"""Cordon a node, evict pods from it, undo the cordon. Each step may be repeated without harm."""
+"""Steps of draining: cordon a node, evict its pods, undo the cordon. Each step may be repeated."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from planish.minder.act.kube.objects import NodeInfo, PodInfo, timestamp
 CONFLICT, GONE, BLOCKED = 409, 404, 429
 _PATCH_TRIES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0
-"""Seconds after a disruption budget has refused an eviction; the pause doubles each time."""
+"""Pause in seconds after a disruption budget has refused an eviction; it doubles each time."""
 _GIVE_UP_SECONDS = 900.0
-"""An eviction that is refused for so long is given up."""
+"""Seconds after which an eviction is given up if budgets refuse it all the time."""
 
 
 def cordon(
     cluster: Cluster, node: NodeInfo, alert_id: str, job: str, reason: str, now: int
 ) -> bool:
-    """Take a node out of service, and note why; False: somebody else has cordoned it."""
+    """Cordon a node and record the reason; return False if somebody else has cordoned it."""
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         if node.is_unschedulable:
@@ -45,7 +45,7 @@ def cordon(
 
 
 def mark(cluster: Cluster, node: NodeInfo, reason: str, message: str, now: int) -> None:
-    """Set the condition that says that a node is faulty, or without a `reason` that it is not."""
+    """Set the node's condition to faulty; without a `reason`, to not faulty."""
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         old = node.condition(names.FAULTY_MACHINE)
@@ -59,14 +59,14 @@ def mark(cluster: Cluster, node: NodeInfo, reason: str, message: str, now: int) 
             "lastTransitionTime": timestamp(now),
             "lastHeartbeatTime": timestamp(now),
         }
-        # Merging replaces lists as a whole.
+        # A merge patch replaces a list as a whole.
         return {"status": {"conditions": [*(c for c in node.conditions if c is not old), new]}}
 
     change_node(cluster, node, change)
 
 
 def release(cluster: Cluster, node: NodeInfo) -> None:
-    """Remove what a cordon left on a node that a human has made schedulable again."""
+    """Remove taint and annotations of a cordon from a node that a human made schedulable again."""
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         if not node.is_ours:
@@ -81,10 +81,10 @@ def release(cluster: Cluster, node: NodeInfo) -> None:
 def change_node(
     cluster: Cluster, node: NodeInfo, change: Callable[[NodeInfo], dict[str, Any] | None]
 ) -> bool:
-    """Patch a node; after a conflict read it again and ask `change` for a new patch.
+    """Patch a node; after a conflict, read it again and compute a new patch.
 
     Returns:
-        False when `change` wants no patch.
+        False if `change` returns no patch.
     """
     for attempt in range(1, _PATCH_TRIES + 1):
         patch = change(node)
@@ -111,14 +111,14 @@ class Attempt:
     begun: float
     """Unix seconds of the first request."""
     due: float
-    """Unix seconds before which it is not requested again."""
+    """Unix seconds of the next request."""
     pause: float = _FIRST_PAUSE
-    """Seconds between the next request and the one after it."""
+    """Seconds from the next request to the one after it."""
 
 
 @dataclass
 class Evictions:
-    """State of the evictions of one alert, by uid of the pods."""
+    """Evictions of one alert, by the uid of the pod."""
 
     attempts: dict[str, Attempt] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
@@ -126,7 +126,7 @@ class Evictions:
 
 @dataclass
 class Round:
-    """What one round of evictions brought."""
+    """Result of one round of evictions."""
 
     evicted: list[PodInfo] = field(default_factory=list)
     given_up: list[PodInfo] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Round:
 
 
 def evict_round(cluster: Cluster, pods: Sequence[PodInfo], state: Evictions, now: float) -> Round:
-    """Request once the eviction of each pod that is due; `state` is updated."""
+    """Request the eviction of each pod whose request is due, once; `state` is updated."""
     done = Round()
     for pod in pods:
         if not pod.is_evictable or pod.is_terminating or pod.uid in state.given_up:

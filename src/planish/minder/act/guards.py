@@ -1,4 +1,4 @@
-"""What must hold before a machine is taken out of service; every guard can refuse alone."""
+"""Guards of actions: each guard alone can keep a machine in service."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Taken:
     time: float
     """Unix seconds."""
     job: str
-    """Namespace and name of the job that lost it."""
+    """Namespace and name of the job that lost the node."""
     node: str
 
 
 def cordoned(nodes: Sequence[NodeInfo]) -> list[Taken]:
-    """Return what annotations of nodes say that monitors have taken."""
+    """Return the nodes that a monitor has cordoned, as their annotations say."""
     return [
         Taken(unix_seconds(notes.get(names.SINCE)), notes.get(names.JOB, ""), node.name)
         for node in nodes
@@ -32,7 +32,9 @@ def cordoned(nodes: Sequence[NodeInfo]) -> list[Taken]:
 
 
 def standing_refusals(alert_id: str, node: NodeInfo, pods: Sequence[PodInfo]) -> list[str]:
-    """Return what forbids every action on the pods of a job on a node, even a begun one."""
+    """Return the reasons that forbid every action on a node and a job's pods on it, also the next
+    step of an eviction.
+    """
     reasons = []
     if is_set(node.labels, names.EXEMPT):
         reasons.append(f"the node is exempt by its label {names.EXEMPT}")
@@ -47,9 +49,10 @@ def standing_refusals(alert_id: str, node: NodeInfo, pods: Sequence[PodInfo]) ->
 def limit_refusals(
     job: str, taken: Collection[Taken], nodes: Sequence[NodeInfo], now: float, config: ActConfig
 ) -> list[str]:
-    """Return the limits of a job and of the cluster that are used up.
+    """Return a reason for each limit, of the job and of the cluster, that is used up.
 
-    `taken` are all nodes that were taken, also long ago; `nodes` all of the cluster.
+    `taken` are all nodes that were taken out of service at any time; `nodes` are all nodes of the
+    cluster.
     """
     resource = config.gpu_resource
     count = sum(not resource or node.allocatable.get(resource, "0") != "0" for node in nodes)

@@ -1,8 +1,7 @@
-"""Report an alert where people look: Events on nodes and pods, and the run that it concerns.
+"""Notifier: reports an alert as Events on nodes and pods, and in the run that it concerns.
 
-Which run a machine works for is read from labels alone. The run gets an annotation on its workflow
-and an object under its root, from which the report of the run shows the alert. No failure here
-stops an action.
+Labels of pods name the run of a machine. The run's workflow gets an annotation, and the run's root
+an object that the report of the run shows. No failure of a report stops an action.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from planish.records import layout
 logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 20
-"""Newest reports of an alert that are kept with it."""
+"""Newest reports that are kept with an alert."""
 
 
 class Notifier:
@@ -45,8 +44,8 @@ class Notifier:
     ) -> None:
         """Report a new state of an alert or a new outcome.
 
-        `history` has second, state and action of each report, the newest last; `planned` is what a
-        dry run would do.
+        `history` has second, state and action of each report, the newest last. `planned` is the
+        action that a dry run would take.
         """
         if not alert.ended:
             self._write_events(alert, job, planned, now)
@@ -58,7 +57,7 @@ class Notifier:
             try:
                 self._cluster.annotate_workflow(job.namespace, workflow, {names.ANOMALY: text})
             except ClusterError as error:
-                # The workflow may have been deleted; the alert itself goes on.
+                # The workflow may have been deleted; the alert goes on without the annotation.
                 logger.warning("workflow not annotated name=%s error=%s", workflow, error)
         record["history"] = list(history)
         self._write_under_root(record, alert, job.run_root)
@@ -69,7 +68,7 @@ class Notifier:
             try:
                 node = self._cluster.node(alert.machine)
             except ClusterError as error:
-                # A node that was removed needs no Event; the alert goes on without.
+                # A removed node needs no Event; the alert goes on without it.
                 logger.debug("no event machine=%s error=%s", alert.machine, error)
             else:
                 message = f"{unlike}, alert {alert.id}"
@@ -86,7 +85,7 @@ class Notifier:
             if root:
                 logger.debug("run root not allowed root=%s", root)
             return
-        # The name is the same for all reports of one alert, so the last one stays.
+        # All reports of one alert have the same name, so the last report replaces the others.
         time = datetime.fromtimestamp(int(alert.since), UTC).strftime("%Y%m%dT%H%M%SZ")
         uri = f"{layout.alerts(root)}/{time}-{alert.machine or 'job'}.json"
         try:
@@ -98,7 +97,7 @@ class Notifier:
 
 
 def alert_record(alert: Alert, job: JobInfo, action: str) -> dict[str, Any]:
-    """Return what is written about an alert."""
+    """Return the JSON record of an alert."""
     return {
         "id": alert.id,
         "job": job.key,
@@ -119,7 +118,7 @@ def alert_record(alert: Alert, job: JobInfo, action: str) -> dict[str, Any]:
 
 
 def allowed_root(root: str, config: KubernetesConfig) -> bool:
-    """Tell whether alerts may be written below a root that a pod has named."""
+    """Return whether alerts may be written below the run root that a pod names."""
     prefixes = [prefix.rstrip("/") for prefix in config.run_roots]
     return bool(root) and any(root == p or root.startswith(f"{p}/") for p in prefixes)
 

@@ -1,6 +1,6 @@
-"""The command line `planish minder VERB`: the verbs with their options.
+"""The command line `planish minder VERB`: verbs and their options.
 
-Nothing heavy is imported before a verb is known.
+Heavy packages are imported only for the verb that runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SERVICE_VERBS = {
     "validate-config": "check configuration, models and queries; exit code 3 names the key",
     "record": "write what Prometheus has of a job to a file",
 }
-"""Verbs that need the configuration of the service; the others work on recorded traces."""
+"""Verbs that need the configuration of the service; the other verbs read recorded traces."""
 _TRACE_VERBS = {
     "run-once": "look at a trace, or ask Prometheus; exit code 2 if a machine is faulty",
     "replay": "look at a trace as the service would, minute by minute",
@@ -38,11 +38,13 @@ _TRACE_VERBS = {
 _UNAVAILABLE = (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)
 
 Progress = Callable[[str, int, int], None]
-"""Called with what goes on, steps done and steps in all (0: unknown)."""
+"""Function that is called with the name of the work, steps done and steps in all (0: unknown)."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose wrong arguments are bad input: 2 means that a fault was found."""
+    """A parser that ends with BAD_INPUT for wrong arguments, since code 2 means that a fault was
+    found.
+    """
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -101,10 +103,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, progress: Progress) -> int:
-    """Do what the parsed options ask for and return the exit code.
+    """Run the verb of the parsed options and return the exit code.
 
-    A `PlanishError` becomes one line on standard error, and the code 4 where a server does not
-    answer, else 3.
+    A `PlanishError` is printed as one line on standard error. The exit code is then 4 if a server
+    did not answer, else 3.
     """
     options.progress = progress
     try:

@@ -38,7 +38,7 @@ _MAX_HOURS = 31 * 24
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do one verb and return its exit code."""
+    """Run one verb and return its exit code."""
     settings = load_service_config(options.config)
     if options.verb == "validate-config":
         return _validate(settings, is_offline=options.offline)
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _record(settings: ServiceSettings, options: argparse.Namespace) -> int:
-    """Write what Prometheus has of a job, of which no fault is known, to a file."""
+    """Write the samples of a job in Prometheus to a trace file, labelled as healthy."""
     service = settings.service
     seconds = int(3600 * options.hours) if 0 < options.hours <= _MAX_HOURS else 0
     if seconds < service.window_seconds or options.out.suffix not in ENDINGS:
@@ -67,7 +67,7 @@ def _record(settings: ServiceSettings, options: argparse.Namespace) -> int:
     if end is None:
         end = int(prometheus.now(deadline())) - settings.prometheus.delay_seconds + 1
     pieces = []
-    # In the pieces that a call pulls.
+    # Each piece is as long as the window of a call.
     for start in range(end - seconds, end, service.window_seconds):
         stop = min(end, start + service.window_seconds)
         pieces.append(puller.pull(job.machines, stop - start, deadline(), end=stop))
@@ -95,7 +95,7 @@ def _record(settings: ServiceSettings, options: argparse.Namespace) -> int:
 
 
 def run_once_live(options: argparse.Namespace) -> int:
-    """Look once at a job of which Prometheus has the metrics; 2 if a machine is faulty."""
+    """Run one call for a job in Prometheus; the exit code is 2 if a machine is faulty."""
     if not options.config or not options.job:
         raise ConfigError(
             "`--from-file` must be given, or `--config` of the service and `--job`, got neither"
@@ -123,7 +123,7 @@ def _validate(settings: ServiceSettings, *, is_offline: bool) -> int:
 
 
 def _serve(settings: ServiceSettings) -> int:
-    """Watch until SIGTERM or SIGINT; return within 10 s of it."""
+    """Watch jobs until SIGTERM or SIGINT; return within 10 s of the signal."""
     telemetry.configure_logging(logging.INFO)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,7 +139,7 @@ def _serve(settings: ServiceSettings) -> int:
     service.start()
     logger.info("serving host=%s port=%d", settings.server.host, pages.port)
     try:
-        # Python runs signal handlers only in this thread, so it wakes up twice a second.
+        # Python runs signal handlers only in this thread, so the thread wakes up twice a second.
         while not stop.wait(0.5):
             pass
     finally:

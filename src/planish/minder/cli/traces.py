@@ -1,4 +1,4 @@
-"""Verbs that work on recorded traces: run-once, replay, train, calibrate, evaluate."""
+"""Verbs that read recorded traces: run-once, replay, train, calibrate, evaluate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from planish.minder.lab.replay import Call, notes_of, replay
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do one verb and return the exit code."""
+    """Run one verb and return its exit code."""
     verbs = {
         "run-once": _run_once,
         "replay": _replay,
@@ -47,14 +47,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tables(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the tables of the configuration that options ask for."""
+    """Return the tables of the configuration file with the options merged in."""
     raw = read_settings(options.config) if options.config else {}
-    # A service's file has sections that matter to it alone.
+    # A file of the service has tables that only the service reads.
     raw = {name: table for name, table in raw.items() if name in MinderConfig.model_fields}
     if options.profile:
         raw["profile"] = options.profile
     if options.metrics:
-        minder_config(raw)  # `detect` is a table from here on
+        minder_config(raw)  # after this check `detect` is known to be a table
         raw["detect"] = {**raw.get("detect", {}), "metrics": options.metrics.split(",")}
     return raw
 
@@ -64,7 +64,7 @@ def _models(options: argparse.Namespace, config: MinderConfig) -> Models:
 
 
 def _calls(options: argparse.Namespace, case: Case, every: int = 0) -> Iterator[Call]:
-    """Yield the calls of the service to a trace, and show how far it is."""
+    """Yield the calls that the service would make on a trace, and show the progress."""
     config, frame = minder_config(_tables(options)), case.frame
     models = _models(options, config)
     for call in replay(case, models, config, every=every):
@@ -73,7 +73,7 @@ def _calls(options: argparse.Namespace, case: Case, every: int = 0) -> Iterator[
 
 
 def _run_once(options: argparse.Namespace) -> int:
-    """Look at the last window before the end; what was before it trains the baseline."""
+    """Print the result for the last window before `--end`; the earlier part trains the baseline."""
     if options.from_file is None:
         return run_once_live(options)
     case = read_case(options.from_file)
@@ -89,7 +89,7 @@ def _run_once(options: argparse.Namespace) -> int:
 
 
 def _concluded(results: list[Result], *, is_fault: bool) -> int:
-    """Say on standard error what the results rest on, and return the exit code."""
+    """Print notes on the results to standard error, and return the exit code."""
     for note in notes_of(results):
         sys.stderr.write(f"planish minder: {note}\n")
     if is_fault:
@@ -98,7 +98,7 @@ def _concluded(results: list[Result], *, is_fault: bool) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    """Print a line for each alarm, and one with what the calls took; 2 after an alarm."""
+    """Print a line for each alarm, and a line with durations; the exit code is 2 after an alarm."""
     if options.every < 0:
         raise ConfigError(f"`--every` must be a number of seconds, got {options.every}")
     costs, results, is_fault = [], [], False
@@ -119,7 +119,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    """Print a line for each model."""
+    """Train the models and print a line for each."""
     from planish.minder.lab.train import train_models
     from planish.minder.lab.vae import Training
 
@@ -174,7 +174,9 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    """Fit limits, and with enough labelled faults thresholds and floors; print them as TOML."""
+    """Fit limits and roles; with enough labelled faults also thresholds and floors. Print them as
+    TOML.
+    """
     raw = _tables(options)
     config = minder_config(raw)
     models, paths = _models(options, config), _traces(options)
@@ -211,7 +213,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         toml += "# largest normal scores of the machines.\n"
         toml += "".join(f"# {line}\n" for line in tree.splitlines())
     toml += toml_of(tables)
-    # Beside the configuration, whose next reader finds it there.
+    # Beside the configuration, where `read_settings` finds it.
     out = options.out or (options.config and options.config.parent / SITE_FILE)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,3 @@
-"""From what the machines of a job measured to the machine that is unlike its peers."""
+"""The detector: metrics of a job's machines go in, the machine that is unlike its peers comes
+out.
+"""

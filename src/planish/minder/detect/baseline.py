@@ -1,6 +1,6 @@
-"""What machines of a healthy job always differ by: collector hosts, capped boards, stages.
+"""Baselines: lasting differences between healthy machines, e.g. of collectors, power caps, stages.
 
-Ours; the paper compares machines as they are.
+The paper has no baselines: it compares machines as they are.
 """
 
 from __future__ import annotations
@@ -16,61 +16,68 @@ from planish.minder.detect.distances import away_from_peers, floor_of, median_of
 from planish.minder.detect.frame import F32, I64, Mask
 
 CHUNK_SECONDS = 60
-"""History is kept as medians over this time, or over a power of two times it."""
+"""Length of a chunk: history stores one median a chunk, later one median of 2, 4, 8, ... chunks."""
 
 _MAX_CHUNKS = 64
 _FLOOR_WITHOUT_FLOORS = 0.02
 _SETTLED = 0.25
-"""A baseline moves only by more than this share of the floor, so that old windows stay valid."""
+"""A new baseline replaces the old one only if the two differ by more than this share of the floor.
+Otherwise windows computed earlier stay valid."""
 _ALIKE_SHARE = 0.1
-"""Differences are alike that differ by no more than this share of them, and the floor."""
+"""Two machines have similar differences if these are no further apart than the floor plus this
+share of them."""
 _SINGLE_SHARE = 0.145
-"""A single GPU board is capped by at most this share of what the machines mostly do."""
+"""Largest difference in power that a single machine may have as its role, as a share of the fleet's
+highest median minute (power caps of single boards)."""
 _GROWTH = 1.25
-"""A baseline is decided anew when history has grown by this factor, for the same reason."""
+"""A machine's baseline is computed again when its history has grown by this factor, so that old
+windows stay valid meanwhile."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What is learned from: values by metric [T, N], True in `masked` where they are not known."""
+    """The measurements that a baseline learns from: values [T, N] and masks [T, N] by metric. A
+    mask is True where the value is not known.
+    """
 
     ts: I64
     values: Mapping[str, F32]
     masked: Mapping[str, Mask]
     groups: Sequence[I64]
-    """Columns of machines that are compared with each other."""
+    """Groups of machines that are compared with each other, as column numbers."""
 
 
 class Baseline:
     """The lasting difference of each machine from the fleet's median, metric by metric.
 
-    History grows while the job is healthy: medians of one minute, later of two, four and so on, at
-    most 64 of them. A machine whose two halves of history disagree by more than the metric's floor
-    keeps the value that it had before, or none.
+    History grows while the job is healthy. It stores medians of one minute, later of two minutes,
+    four and so on, at most 64 of them. If the two halves of a machine's history disagree by more
+    than the metric's floor, the machine keeps its earlier baseline, or has none.
     """
 
     def __init__(self, config: DetectConfig, *, is_role: bool = True) -> None:
         self.config, self._is_role = config, is_role
         self.machines: tuple[str, ...] = ()
         self.suspects: Collection[str] = ()
-        """Machines that may be faulty from the start: they have no role."""
+        """Machines that some job has named lately: they may be faulty, so they get no role."""
         self.refused: dict[str, list[str]] = {}
-        """Metric to the machines that lie further away than a role may, to the worse side: boards
-        that draw little, networks that pause."""
+        """Map from metric to the machines whose difference is too large for a role and lies on the
+        bad side: GPUs that draw little power, networks that send many pauses."""
         self.until = 0
-        """Unix second before which all history has been looked at."""
+        """Unix second up to which measurements have been processed."""
         self._stride = 1
         self._chunks: dict[str, list[F32]] = {}
         self._waiting: dict[str, list[tuple[int, F32]]] = {}
-        """Minutes that are no whole chunk yet: medians of 2^k of them, the longest first."""
+        """Medians of 2^k chunks that wait until `_stride` chunks are complete, the longest
+        first."""
         self._levels: dict[str, float] = {}
-        """What the machines mostly do in the busiest minute."""
+        """Map from metric to the fleet's median in its busiest chunk."""
         self._used: dict[str, dict[str, float]] = {}
         self._decided: dict[str, dict[str, int]] = {}
 
     @property
     def mature(self) -> Mask:
-        """[N], machines with `baseline_min_seconds` of history in some metric."""
+        """[N], True for machines with at least `baseline_min_seconds` of history in some metric."""
         counts = np.zeros(len(self.machines), int)
         for chunks in self._chunks.values():
             if chunks:
@@ -80,12 +87,12 @@ class Baseline:
 
     @property
     def begun(self) -> bool:
-        """Whether there has been history enough for a first value."""
+        """True once the history is long enough for a first baseline."""
         seconds = max(map(len, self._chunks.values()), default=0) * self._stride * CHUNK_SECONDS
         return seconds >= self.config.baseline_early_seconds
 
     def keep(self, machines: Sequence[str]) -> None:
-        """Go on with these machines; history of others is forgotten."""
+        """Set the machines; forget the history of all others."""
         names = tuple(machines)
         if names == self.machines:
             return
@@ -109,9 +116,10 @@ class Baseline:
         self.machines = names
 
     def add(self, history: History, until: int, unsure: Mask) -> None:
-        """Learn from whole chunks of the healthy seconds since the last call.
+        """Add the complete chunks since the last call to the history.
 
-        Skips seconds from `until` on, and machines that the mask `unsure` [N] marks.
+        Seconds from `until` on are left out, and so are the machines that the mask `unsure` [N]
+        marks.
         """
         ts = history.ts
         if not len(ts):
@@ -131,15 +139,17 @@ class Baseline:
         self._decide()
 
     def skip(self, until: int) -> None:
-        """Leave out what was measured before some time; it may not be healthy."""
+        """Leave out measurements before the unix second `until`, which may be unhealthy."""
         self.until = max(self.until, until)
 
     def table(self) -> dict[str, dict[str, float]]:
-        """Return metric to machine to the accepted difference, normalised; machines without: 0."""
+        """Return the baselines by metric and machine, normalised. A machine that is missing has
+        baseline 0.
+        """
         return {metric: used for metric, used in self._used.items() if used}
 
     def unknown(self, metric: str) -> list[str]:
-        """Return the machines without an accepted difference."""
+        """Return the machines that have no baseline in a metric yet."""
         known = self._decided.get(metric, {})
         return [name for name in self.machines if name not in known]
 
@@ -160,7 +170,7 @@ class Baseline:
                 self._chunks[name] = [_median(np.stack(pair)) for pair in pairs]
 
     def _decide(self) -> None:
-        """Accept what both halves of a machine's history agree on."""
+        """Compute the baselines of machines whose two halves of history agree."""
         needed = max(2, -(-self.config.baseline_early_seconds // (CHUNK_SECONDS * self._stride)))
         for metric, chunks in self._chunks.items():
             rows = np.stack(chunks)
@@ -175,7 +185,7 @@ class Baseline:
                 continue
             agreed = _agreed(rows, floor, needed)
             if self._is_role:
-                # What lies further away than a role may is a fault, however old it is.
+                # A difference beyond the limit of roles is a fault, however long it has lasted.
                 whole = median_of_known(rows.T, np.isfinite(rows).T)
                 refused = self._refused(metric, agreed, whole, floor)
                 wrong = {"gpu_power_draw": agreed < 0, "pfc_tx_packet_rate": agreed > 0}
@@ -192,10 +202,11 @@ class Baseline:
                     used[name] = round(value, 5)
 
     def _refused(self, metric: str, agreed: F32, whole: F32, floor: float) -> Mask:
-        """Return [N], machines that are too far away for a role.
+        """Return [N], True for machines whose difference is too large for a role.
 
-        Machines that are far away alike have a role, a pipeline stage or judges beside trainers, if
-        both halves of the history of each agree. `whole` [N] is its median.
+        Several machines with a similar large difference have a role, e.g. a pipeline stage, or
+        judges beside trainers, if the two halves of each one's history agree. `whole` [N] is the
+        median of each machine's history.
         """
         limit = self.config.role_limit(metric)
         if metric == "gpu_power_draw" and metric not in self.config.role_limits:
@@ -209,7 +220,7 @@ class Baseline:
         return np.asarray(refused & np.isfinite(agreed))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values: what is used, and the history as the medians of its two halves."""
+        """Return JSON values: the baselines, and the history as the medians of its two halves."""
         halves = {}
         for metric, chunks in self._chunks.items():
             if len(chunks) > 1:
@@ -227,7 +238,11 @@ class Baseline:
     def from_json(
         cls, config: DetectConfig, raw: Mapping[str, Any], *, is_role: bool = True
     ) -> Baseline:
-        """Go on from what `to_json` gave; KeyError, TypeError, ValueError: it is something else."""
+        """Restore a baseline from the values of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the values are not of that form.
+        """
         baseline = cls(config, is_role=is_role)
         baseline.machines, baseline.until = tuple(map(str, raw["machines"])), int(raw["until"])
         baseline._stride = 1
@@ -236,7 +251,7 @@ class Baseline:
             rows = [np.array(row, np.float32) for row in (first, second)]
             if any(row.shape != (len(baseline.machines),) for row in rows):
                 raise ValueError("a baseline must have one number for each machine")
-            # Shorter when it is very long: new history then weighs more, as it should.
+            # A very long history is restored shorter, so new measurements weigh more.
             times = max(1, min(count, _MAX_CHUNKS // 4))
             baseline._chunks[str(metric)] = [rows[0]] * times + [rows[1]] * times
         baseline._used = {
@@ -247,10 +262,12 @@ class Baseline:
 
 
 def _agreed(rows: F32, floor: float, needed: int) -> F32:
-    """Return [N] the median of the known rows; NaN: too few, or the two halves disagree."""
+    """Return [N], the median of each machine's known rows; NaN if they are fewer than `needed` or
+    if the two halves disagree.
+    """
     known = np.isfinite(rows)
     result = np.full(rows.shape[1], np.nan, np.float32)
-    # Machines with the same number of rows, mostly all, are looked at together.
+    # Machines with equally many known rows (mostly all machines) are computed together.
     counts = known.sum(axis=0)
     for count in sorted(set(counts.tolist())):
         if count < needed:
@@ -264,7 +281,9 @@ def _agreed(rows: F32, floor: float, needed: int) -> F32:
 
 
 def _median(rows: F32) -> F32:
-    """Return the median [N] of the known numbers of [R, N]; NaN where fewer than half are known."""
+    """Return [N], the medians of the columns of [R, N]; NaN where fewer than half of the rows are
+    known.
+    """
     known = np.isfinite(rows)
     median = median_of_known(rows.T, known.T)
     return np.where(2 * known.sum(axis=0) >= len(rows), median, np.nan).astype(np.float32)

@@ -1,7 +1,7 @@
 """Configuration of the monitor.
 
-`profile = "paper"` is the published behaviour alone; `"default"` adds ours. A key that a file
-gives wins over its profile.
+`profile = "paper"` is the published behaviour. `profile = "default"` adds our extensions. A key in
+the file overrides the profile.
 """
 
 from __future__ import annotations
@@ -21,53 +21,59 @@ Profile = Literal["default", "paper"]
 
 
 class PreprocessConfig(Section):
-    """From raw samples to numbers between 0 and 1."""
+    """Conversion of raw samples into numbers between 0 and 1."""
 
     max_gap_seconds: int = Field(default=30, ge=0)
-    """Longer gaps are not filled and break continuity; 0 fills every gap, as published."""
+    """Longest gap in a series that is filled, in seconds. A longer gap ends a run; 0 fills every
+    gap, as the paper does."""
     min_known_share: float = Field(default=0.9, gt=0.0, le=1.0)
-    """A metric needs this share of known seconds, short gaps filled, on enough machines."""
+    """Share of seconds that must be known, after filling short gaps, before a metric is used."""
     min_machine_share: float = Field(default=0.8, gt=0.0, le=1.0)
-    """How many machines are enough, as a share; never fewer than four."""
+    """Share of the machines for which `min_known_share` must hold; never fewer than four
+    machines."""
     join_grace_seconds: int = Field(default=120, ge=0)
-    """Younger machines are left out."""
+    """Seconds after which a machine that joined a running job is compared with the others."""
     mask_broken_exporter: bool = True
-    """A GPU metric that is 0 on a single machine, whose other GPU metrics move, is no fault."""
+    """Ignore a GPU metric that is 0 on a single machine whose other GPU metrics still change: its
+    exporter is broken."""
     silent_after_seconds: int = Field(default=60, ge=0)
-    """A machine without a sample of any metric for longer is silent; 0 is off, as published."""
+    """Seconds without a sample of any metric after which a machine is silent; 0 switches this off,
+    as in the paper."""
     outage_share: float = Field(default=0.2, gt=0.0, le=1.0)
-    """More silent machines than this are an outage of the telemetry."""
+    """Share of silent machines above which the telemetry is taken to have failed."""
     widen_limits: bool = True
-    """Fitted limits that cut off what most machines of a job show are widened for this job."""
+    """Widen fitted limits for a job if most of its machines exceed them."""
     frozen_after_seconds: int = Field(default=60, ge=0)
-    """An exporter of one machine whose values all stand still for longer, while those of its peers
-    move, is broken; 0 is off, as published."""
+    """Seconds after which an exporter is broken if all its values on one machine stand still while
+    values on the peers change; 0 switches this off, as in the paper."""
 
 
 class DenoiseConfig(Section):
-    """What takes the noise out of windows before they are compared."""
+    """Smoothing of windows before machines are compared."""
 
     denoiser: Literal["vae", "pca", "none"] = "vae"
-    """LSTM-VAE as published, principal components, or the windows themselves."""
+    """LSTM-VAE as published, principal components, or no smoothing."""
     embedding: Literal["reconstruction", "latent"] = "reconstruction"
-    """What is compared: the reconstructed window or the mean of the latent variable."""
+    """Compared vector: the window that the VAE reconstructs, or the mean of its latent variable."""
     fall_back_to_pca: bool = True
-    """A metric whose VAE failed its gate is denoised by principal components."""
+    """Use principal components for a metric whose VAE was fitted badly."""
 
 
 class DetectConfig(Section):
-    """When a machine is faulty."""
+    """Rules that decide when a machine is faulty."""
 
     metrics: tuple[str, ...] = Field(default=PUBLISHED_ORDER, strict=False)
-    """Tried in this order."""
+    """Metrics in the order in which they are tried."""
     distance: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"
-    """Between the embeddings of two machines."""
+    """Distance between the embeddings of two machines."""
     max_peers: int | None = Field(default=256, ge=16)
-    """In larger jobs each machine is compared with so many others, evenly spaced; None: all."""
+    """Number of evenly spaced peers that each machine of a larger job is compared with; None:
+    all."""
     theta: float = Field(default=2.0, gt=0.0)
-    """Normal score above which a machine is a candidate; the published value is not known."""
+    """Normal score above which a machine is a candidate. The paper does not give its value."""
     kappa: float | None = Field(default=0.9, gt=0.0, le=1.0)
-    """theta is at most this share of the largest possible score of N machines; None is no limit."""
+    """Upper bound of theta, as a share of the largest score that is possible with N machines; None:
+    no bound."""
     floors: dict[str, float] | None = Field(
         default={
             "pfc_tx_packet_rate": 0.04,
@@ -79,57 +85,64 @@ class DetectConfig(Section):
             "gpu_nvlink_bandwidth": 0.05,
         }
     )
-    """Smallest distance above the median machine's, in normalised units, by metric; None is off."""
+    """Smallest distance above the median machine that counts, in normalised units, by metric; None
+    switches floors off."""
     default_floor: float = Field(default=0.05, ge=0.0)
     """Floor of metrics that `floors` does not name."""
     role_baseline: bool = True
-    """Subtract what a machine has differed by in healthy history of the same job."""
+    """Subtract the difference that a machine showed in healthy history of the same job."""
     usual_distance: bool = True
-    """A machine's floor lies above the distance that it has had in healthy history of the same
-    job: hosts that hold their samples, or take them at another moment, are always apart."""
+    """Raise a machine's floor by the distance that it showed in healthy history of the same job.
+    Hosts whose samples are cached or taken at another moment are always some distance apart."""
     unknown_role_distance: float = Field(default=0.1, ge=0.0)
-    """Distance that is added to the floor of a machine without a baseline, as all are at first; 0
-    is off, as published."""
+    """Distance that is added to the floor of a machine as long as it has no baseline, so at first
+    to the floors of all machines; 0 switches this off, as in the paper."""
     role_limits: dict[str, float] = Field(default_factory=dict)
-    """Largest difference in healthy history that is taken for a machine's role, normalised, by
-    metric, as healthy jobs of the site show (`calibrate` fits it). A single machine that is further
-    away from its first minute on is faulty; machines that are so alike have a role. A GPU metric
-    without an entry has `unknown_role_distance`, its power what boards are capped by, and pauses of
-    the network twice as much; a CPU has no limit, since hosts differ by what else they do."""
+    """Largest lasting difference that counts as a machine's role, normalised, by metric. `planish
+    minder calibrate` fits it to healthy jobs of the site. A single machine that differs by more
+    from its first minute on is faulty; several machines with similar differences have a role.
+    Without an entry the limit of a GPU metric is `unknown_role_distance`, the limit of power is
+    14.5 % of the fleet's, and the limit of network pauses is twice `unknown_role_distance`. CPU has
+    no limit, since hosts differ by their other work."""
     rest_share: float = Field(default=0.75, ge=0.0, le=1.0)
-    """While the machines together do less than this share of what they mostly do, for at most
-    `idle_seconds`, a machine that is like its peers goes on being a candidate: at rest, as in a
-    checkpoint, differences shrink. 0 is off, as published."""
+    """Share of the usual activity below which the machines rest, e.g. during a checkpoint, when
+    differences shrink. While they rest for at most `idle_seconds`, a run of a candidate does not
+    end. 0 switches this off, as in the paper."""
     baseline_min_seconds: int = Field(default=600, ge=60)
-    """With this much healthy history a baseline is not learned while a machine is candidate."""
+    """Seconds of healthy history after which a baseline stops learning while any machine is a
+    candidate."""
     baseline_early_seconds: int = Field(default=120, ge=120)
-    """Healthy history that a first baseline needs."""
+    """Seconds of healthy history that a first baseline needs."""
     compare_within_stage: bool = True
-    """Compare machines of the same pipeline stage where a stage has at least four."""
+    """Compare machines only within their pipeline stage, if every stage has at least four
+    machines."""
     continuity_seconds: int = Field(default=240, ge=1)
-    """A machine must be candidate for more than this without a break; 0 s apart is one window."""
+    """Seconds without a break after which a candidate is named. Windows are one second apart."""
     gap_tolerance: int = Field(default=3, ge=0)
-    """Windows in a run that may have no candidate, at most 2 % of the run; 0 as published."""
+    """Windows without the candidate that a run may have, at most 2 % of the run; 0 as published."""
     max_masked_share: float = Field(default=0.2, gt=0.0, le=1.0)
-    """A window with more masked machines neither counts nor resets."""
+    """Share of masked machines above which a window neither counts nor ends a run."""
     only_most_unlike: bool = False
-    """Of several machines above the threshold only the most unlike one is candidate, as published;
-    two machines that are faulty alike then hide each other."""
+    """Let only the machine with the highest score be a candidate, as published. Two machines with
+    the same fault then hide each other."""
     exhaustive: bool = True
-    """Go on after the first faulty machine."""
+    """Look for further faulty machines after the first one."""
     max_rounds: int = Field(default=3, ge=1)
-    """Faulty machines that are looked for one after the other."""
+    """Most rounds of one call; each round looks for faulty machines without those found before."""
     job_wide_share: float = Field(default=0.05, gt=0.0, le=1.0)
-    """More faulty machines than this share, and than two, are an event of the whole job."""
+    """Share of faulty machines above which, if they are more than two, the whole job has an
+    event."""
     two_modes: bool = True
-    """A part of the machines, larger than `job_wide_share` and up to half of them, that lies apart
-    from the rest is such an event too; its machines are too alike to be named one by one."""
+    """Look for a group of machines, more than `job_wide_share` and at most half of them, whose
+    values differ from the rest. The group is an event of the whole job too, since its machines are
+    too similar to be found one by one."""
     warmup_seconds: int = Field(default=180, ge=0)
-    """Ignored after a start of the job; 0 as published."""
+    """Seconds after a start of the job that are ignored; 0 as published."""
     idle_seconds: int = Field(default=60, ge=0)
-    """Detection stops when all machines have been idle for this time; 0 is off."""
+    """Seconds for which all machines must be idle before the stretch is ignored; 0 switches this
+    off."""
     min_machines: int = Field(default=4, ge=3)
-    """Smaller jobs are not looked at."""
+    """Fewest machines of a job whose machines are compared."""
 
     @model_validator(mode="after")
     def _known_metrics(self) -> DetectConfig:
@@ -141,11 +154,13 @@ class DetectConfig(Section):
         return self
 
     def role_distance(self, metric: str) -> float:
-        """Return by how much a machine whose role is not known may differ, normalised."""
+        """Return the difference that a machine without a known role may have, normalised."""
         return self.role_limits.get(metric, self.unknown_role_distance)
 
     def role_limit(self, metric: str) -> float:
-        """Return how far a machine's role may lie from its peers; infinite without a limit."""
+        """Return the largest difference that counts as a role, normalised; infinite if there is no
+        limit.
+        """
         if metric in self.role_limits or METRICS[metric].is_gpu:
             return self.role_distance(metric) or math.inf
         is_bounded = METRICS[metric].transform == "log1p"
@@ -153,14 +168,14 @@ class DetectConfig(Section):
 
 
 class ServiceConfig(Section):
-    """How often the monitor looks, and how far back."""
+    """Interval of the detector's calls, and length of the history that a call reads."""
 
     interval_seconds: int = Field(default=60, ge=1)
-    """Between two calls for one job."""
+    """Seconds from one call for a job to the next."""
     window_seconds: int = Field(default=900, ge=60)
-    """History that a call looks at."""
+    """Seconds of history that a call reads."""
     call_timeout_seconds: float = Field(default=60.0, gt=0.0)
-    """A call that takes longer has failed."""
+    """Seconds after which a call has failed."""
 
 
 Range = Annotated[tuple[float, float], Field(strict=False)]
@@ -168,7 +183,7 @@ Range = Annotated[tuple[float, float], Field(strict=False)]
 
 
 class MinderConfig(Section):
-    """The sections that decide what is found; those of the service are `ServiceSettings`."""
+    """Settings of the detector; `ServiceSettings` adds the settings of the service."""
 
     profile: Profile = "default"
     preprocess: PreprocessConfig = PreprocessConfig()
@@ -176,11 +191,12 @@ class MinderConfig(Section):
     detect: DetectConfig = DetectConfig()
     service: ServiceConfig = ServiceConfig()
     limits: dict[str, Range] = Field(default_factory=dict)
-    """Metric to its limits at this site, in place of those that the models were trained with: a
-    model sees shares of the limits only, so it serves any hardware whose limits are right."""
+    """Map from metric to its limits at this site, in place of the limits that the models were
+    trained with. A model sees only values scaled by the limits, so it fits any hardware whose
+    limits are right."""
     boards: dict[str, dict[str, Range]] = Field(default_factory=dict)
-    """Board model, or a part of its name, to the limits of jobs that run on it; of several that fit
-    the longest counts."""
+    """Map from board model, or a part of its name, to the limits of jobs on such boards. If several
+    entries match, the longest name wins."""
 
     @model_validator(mode="after")
     def _known_limits(self) -> MinderConfig:
@@ -198,7 +214,9 @@ class MinderConfig(Section):
         return self
 
     def site_limits(self, metric: str, board: str = "") -> tuple[float, float] | None:
-        """Return the limits of a metric at this site, in its unit; None: those of the model."""
+        """Return the limits of a metric at this site, in its unit; None if only the model has
+        limits.
+        """
         fitting = [name for name in self.boards if name in board and metric in self.boards[name]]
         if fitting:
             return self.boards[max(fitting, key=lambda name: (len(name), name))][metric]
@@ -235,19 +253,21 @@ PAPER: dict[str, dict[str, Any]] = {
     },
     "service": {"interval_seconds": 480, "window_seconds": 900},
 }
-"""What the published behaviour switches off. `kappa` stays: without it no job of four machines
-could ever have an alert, while the smallest published one has four."""
+"""Settings that the profile "paper" changes. `kappa` stays: without it no job of four machines, the
+smallest of the paper, could have an alert."""
 
 
 SITE_FILE = "site.toml"
-"""Beside the configuration: what `planish minder calibrate` has fitted to the site."""
+"""File beside the configuration with the values that `planish minder calibrate` fitted to the
+site."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the tables of a configuration, over those of the `site.toml` that lies beside it.
+    """Return the tables of a configuration file, merged over those of the `site.toml` beside it.
 
     Raises:
-        ConfigError: a file can not be read, or the site's holds other tables than fitted ones.
+        ConfigError: a file can not be read, or `site.toml` has tables that `calibrate` does not
+            write.
     """
     raw, beside = read_toml(path), path.parent / SITE_FILE
     if path.name == SITE_FILE or not beside.is_file():
@@ -263,21 +283,22 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables laid over others, key by key."""
+    """Return the tables of `high` merged over the tables of `low`, key by key."""
     both = {k for k in low if isinstance(low[k], Mapping) and isinstance(high.get(k), Mapping)}
     return {**low, **high, **{key: over(low[key], high[key]) for key in sorted(both)}}
 
 
 def minder_config(raw: Mapping[str, Any] | None = None) -> MinderConfig:
-    """Return the configuration of a table as TOML or JSON gives it.
+    """Return the configuration that a table of TOML or JSON describes.
 
     Raises:
-        ConfigError: unknown sections or keys, or wrong values; all of them are named.
+        ConfigError: sections or keys are unknown or values are wrong; the message names all of
+            them.
     """
     return parsed(MinderConfig, raw or {})
 
 
 def parsed(kind: type[Kind], raw: Mapping[str, Any]) -> Kind:
-    """Return a configuration of some kind, laid over what its profile switches off."""
+    """Return a configuration of class `kind`: the table `raw` merged over its profile."""
     base = PAPER if raw.get("profile") == "paper" else {}
     return parse_section(kind, over(base, raw), section="")

@@ -1,7 +1,7 @@
-"""From candidates of single windows to findings: which machine was candidate for long enough?
+"""Findings: machines that were candidates in consecutive windows for long enough.
 
-Source: Minder, arXiv 2411.01791, section 4.5 (continuity of four minutes). Several machines,
-silence, roles, turns and events of the whole job are ours.
+Source: Minder, arXiv 2411.01791, section 4.5 (continuity of four minutes). The paper has one faulty
+machine; silence, roles, turns, several machines and events of the whole job are ours.
 """
 
 from __future__ import annotations
@@ -48,77 +48,80 @@ from planish.minder.detect.runs import (
 from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
 
 _NEXT_SHARE = 0.2
-"""Where a metric may be aliased, the next machine is at most this share as far away as a faulty
-one, and at most for this share of the time."""
+"""Largest share of the faulty machine's distance that the next machine may have in an aliased
+metric; also the largest share of the needed time."""
 _ALIKE_SHARE = 0.35
-"""And only a machine that is at least this share as far away counts."""
+"""Smallest share of the faulty machine's distance at which another machine counts as a second
+case."""
 _WORK_SHARE = 0.2
-"""Where a sample shows another part of an iteration, tensor cores differ by more than this share of
-what another metric of the GPU does."""
+"""A machine may only be in another phase of its iteration if its tensor cores differ by more than
+this share of the difference in the other GPU metric."""
 _PAIR_SHARE = 0.5
-"""Where it can show no other part, the next machine is at most this share as far away."""
+"""Largest share of the faulty machine's distance that the next machine may have, if slow samples
+cannot explain the difference."""
 _THIRD_SHARE = 0.12
-"""The third machine is at most this share as far away as a faulty one."""
+"""Largest share of the faulty machine's distance that the third machine may have."""
 _OTHER_SHARE = 0.5
-"""The same share of the time, in another metric that may be aliased."""
+"""Largest share of the needed time that another machine may have been a candidate in another
+aliased metric. Also: share of a run's windows in which another metric must show the machine."""
 _RAMP_SHARE = 0.55
-"""A machine whose work runs out differs at first by not much more than just before, in which this
-share of the rise is missing; faults begin at once."""
+"""A rise is gradual if more than one minus this share of it is there before the run begins: rows of
+a rollout run out one by one, while a fault begins at once."""
 _STAGGERED_SECONDS = 45
-"""Where work runs out, GPUs are less busy only so long after they differ in another metric."""
+"""Seconds by which GPUs become less busy later than another metric changes, if rows run out."""
 _AGAIN = 1.25
-"""A machine that differs again and again does so for longer by this factor, others in all for less
-than a third of it."""
+"""Factor by which several runs of a machine must be longer in total than a single run. All runs of
+any other machine must be less than a third of that total."""
 _SIDE_RISE = 0.15
-"""What a host does beside its job, as a backup, takes less than this share of its processors."""
+"""Largest rise of a host's CPU, as a share, that is taken for other work, e.g. a backup."""
 _YOUNG_PARTS = 1.3
-"""As long as no turns are known, a part must lie apart for longer by this factor."""
+"""Factor by which a group must differ for longer while turns are not known."""
 
 
 @dataclass(frozen=True)
 class View:
-    """All that findings are made of."""
+    """The inputs from which findings are made."""
 
     prepared: Prepared
     traces: Mapping[str, Trace]
     groups: Sequence[I64]
-    """Columns of machines that are compared with each other."""
+    """Groups of machines that are compared with each other, as column numbers."""
     config: MinderConfig
     ignored: Mask
-    """[W], windows in which no machine is a candidate."""
+    """[W], True for windows in which no machine may be a candidate."""
     job: Job
     compared: Mapping[str, F32]
-    """Metric to the values [T, N] that are compared."""
+    """Map from metric to the compared values [T, N]."""
 
     @property
     def frame(self) -> Frame:
-        """As it was measured."""
+        """The measurements before preprocessing."""
         return self.prepared.frame
 
     @property
     def silent(self) -> Mask:
-        """[N], machines that have fallen silent."""
+        """[N], True for machines that have stopped sending samples."""
         after = self.config.preprocess.silent_after_seconds
         return np.asarray((self.prepared.silent_seconds > after) & (after > 0))
 
     @property
     def job_wide_limit(self) -> int:
-        """More faulty machines than this are an event of the whole job."""
+        """Most faulty machines that are named one by one; more are an event of the whole job."""
         return int(max(2.0, self.config.detect.job_wide_share * self.frame.num_machines))
 
 
 def may_be_aliased(name: str, view: View) -> bool:
-    """Return whether several healthy machines may lie apart for minutes.
+    """Return whether slow sampling may make healthy machines differ in a metric for minutes.
 
-    A GPU that is asked once in a whole number of its iterations shows the same part of an iteration
-    each time, and every machine another part.
+    If a GPU is sampled once in a whole number of its iterations, all of its samples show the same
+    phase of an iteration. This phase differs between machines.
     """
     held = np.median(view.prepared.intervals.get(name, 1.0)) > COARSE_SECONDS
     return bool(held) and METRICS[name].is_gpu and view.config.detect.gap_tolerance > 0
 
 
 def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> Result:
-    """Turn the traces of a call into findings.
+    """Return the result of a call from the traces of its metrics.
 
     `started` is `time.perf_counter()` at the beginning of the call.
     """
@@ -167,7 +170,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         if number == 0:
             facts["candidates"] = _ongoing(view, named)
             turns = _turns(view, named)
-        # Without a machine that was found, others have nobody to differ in turn with.
+        # The machine found in this round explains others; only the first round looks for turns.
         new = _round(view, named, is_first=number == 0)
         findings += new
         if not new:
@@ -187,14 +190,16 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
 def _finding(
     view: View, column: int, metric: str, start: int, seconds: int, kind: Kind = "dissimilar"
 ) -> Finding:
-    """Return what no run of candidates shows."""
+    """Return a finding that does not come from a run of candidates."""
     needed = view.config.detect.continuity_seconds
     machine = view.frame.machines[column]
     return Finding(machine, metric, kind, start, start + needed, float(seconds), 0.0)
 
 
 def _without_devices(view: View, named: Collection[str]) -> list[Finding]:
-    """Return the machines that have lost the series of a GPU for long enough, and send others."""
+    """Return the machines that have lacked the series of a GPU for long enough but still send
+    others.
+    """
     frame, findings = view.frame, []
     for place, count in enumerate(frame.values.get(DEVICES, np.zeros((0, 0))).T):
         machine, seen = frame.machines[place], np.flatnonzero(np.isfinite(count))
@@ -208,27 +213,29 @@ def _without_devices(view: View, named: Collection[str]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Named:
-    """Candidates [W, N] in one metric; too little is known of `unknown` windows [W]."""
+    """The candidates of one metric. `unknown` [W] marks windows of which too little is known."""
 
     trace: Trace
     candidates: Mask
     unknown: Mask
     rule: Rule
     runs: Mapping[int, Sequence[Run]]
-    """Of machines that were candidates for half a minute, in order."""
+    """Map from machine to its runs in order of time; only machines with at least `FEWEST_WINDOWS`
+    windows."""
     floor: F64
-    """[W, N], the distance that counts."""
+    """[W, N], smallest distance that counts."""
     share: F64
     """[W], see `activity`."""
     least: float
-    """The metric's own floor."""
+    """Configured floor of the metric."""
 
     def again(self, both: Collection[int], *, is_young: bool) -> list[Run]:
-        """Return one run for a machine that was a candidate again and again while no other was.
+        """Return one run for the machine that was a candidate repeatedly while no other machine
+        was.
 
-        Its length is that of a single run that weighs as much: a part of all its seconds, but for a
-        machine that `both` metrics of GPUs and others show. As long as the job `is_young` and turns
-        are not known, both must.
+        Its length is the total of the machine's runs, divided by `_AGAIN` unless the machine is in
+        `both`, i.e. a metric of GPUs and another metric show it. While the job `is_young`, only a
+        machine in `both` has such a run.
         """
         totals = sorted(
             (sum(run.length for run in found if run.length >= FEWEST_WINDOWS), machine)
@@ -246,7 +253,9 @@ class _Named:
 
 
 def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
-    """Return the candidates by metric, without machines that were found in an earlier round."""
+    """Return the candidates by metric without the `excluded` machines, found in an earlier
+    round.
+    """
     rules = view.config.detect
     gone = np.array([name in excluded for name in view.frame.machines])
     theta = thresholds(rules, view.groups, gone)
@@ -277,9 +286,10 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
 
 
 def may_be_phase(run: Run, name: str, named: Mapping[str, _Named]) -> bool:
-    """Return whether a machine may differ only by the part of an iteration that its samples show.
+    """Return whether a machine may differ only because its samples meet another phase of an
+    iteration.
 
-    Its tensor cores then differ as well, since they rest in every part in which a GPU does less.
+    Its tensor cores then differ too, since they rest in every phase in which a GPU does less.
     """
     work = named.get(name.replace(METRICS[name].name, WORK))
     if work is None or work is named[name]:
@@ -297,13 +307,13 @@ def is_alone(
     interval: int,
     is_phase: bool,
 ) -> bool:
-    """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
+    """Return whether no other machine is nearly as far away or a candidate for nearly as long.
 
-    Others may have their turns in the `aliased` metrics. Where another metric shows the machine
-    too, only those that differ alike speak against it; without `is_phase`, see `may_be_phase`,
-    turns do not. A run that was over at the last call, `interval` seconds ago, is not
-    asked about again: what lay before it leaves the window, and a machine that was alone has been
-    found while its run went on.
+    In `aliased` metrics other machines may have runs too. If another metric also shows the machine,
+    only machines with a similar distance count against it. If `is_phase` is False (see
+    `may_be_phase`), runs of other machines are not compared. A run that ended before the last call,
+    `interval` seconds ago, is rejected: the time before it leaves the window, and if its machine
+    was alone, an earlier call has found it.
     """
     metric, rows = named[name], slice(run.first, run.last + 1)
     away = _away(run, metric)
@@ -321,7 +331,7 @@ def is_alone(
     is_shown = max(shown, default=0) > _OTHER_SHARE
     for key in aliased:
         one = named[key]
-        # Without floors all metrics have one unit.
+        # Without floors all metrics have the same unit.
         unit = one.least / metric.least if np.isfinite(metric.least) else 1.0
         distance = _ALIKE_SHARE * away[run.machine] * unit if is_shown else 0.0
         longest = (_NEXT_SHARE if one is metric else _OTHER_SHARE) * one.rule.needed
@@ -336,7 +346,9 @@ def is_alone(
 
 
 def _away(run: Run, metric: _Named) -> F64:
-    """Return [N] the mean distance above the median machine while one was a candidate in a run."""
+    """Return [N], each machine's mean distance above the median machine over the windows of a run
+    in which the run's machine was a candidate.
+    """
     trace, flags = metric.trace, metric.candidates[run.first : run.last + 1, run.machine]
     rows = run.first + np.flatnonzero(flags)
     present = trace.present[rows]
@@ -346,24 +358,24 @@ def _away(run: Run, metric: _Named) -> F64:
 
 
 def is_one_of_many(run: Run, metric: _Named) -> bool:
-    """Return whether two other machines are away too, if less: then they differ by what they do.
+    """Return whether at least two other machines are far away too, so that their work differs.
 
-    Where each machine samples responses of its own, rows run out at other moments on each of them
-    and some wait for the rest. A single fault leaves its peers alike.
+    In a rollout, rows end at different moments on each machine and some machines wait for the rest.
+    A single fault leaves the peers of the machine alike.
     """
     away = _away(run, metric)
     others = np.sort(np.delete(away, run.machine))[::-1]
-    # A window of held samples is one sample, whose noise is not averaged.
+    # A window of one repeated sample averages no noise.
     noise = np.sqrt(max(1.0, metric.rule.samples[run.machine] / WINDOW))
     least = max(noise * metric.least, _THIRD_SHARE * away[run.machine])
     return len(others) > 1 and bool(others[1] > least)
 
 
 def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named], held: float) -> bool:
-    """Return whether a machine came to differ little by little, as one whose rows run out.
+    """Return whether a machine's difference grew slowly, as in a rollout whose rows end one by one.
 
-    It then draws less power long before it is less `busy`, while a fault shows in all at once.
-    Held samples lengthen that by `held` seconds.
+    Its power then falls long before it is less `busy`, while a fault changes all metrics at once.
+    Slow sampling stretches the rise by `held` seconds.
     """
     for metric in busy:
         theirs = metric.runs.get(run.machine, ())
@@ -385,9 +397,10 @@ def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named], held: float) -> boo
 
 
 def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> bool:
-    """Return whether a host does a little more beside its job, which goes on as before.
+    """Return whether a host has a little other work beside a job that goes on as before.
 
-    Where a machine is dead, the hosts of the others wait for it in different ways.
+    If a machine is dead, the hosts of the other machines wait for it in different ways, so this
+    holds for them too.
     """
     if METRICS[name].is_gpu or METRICS[name].transform != "none":
         return False
@@ -406,7 +419,7 @@ def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> 
 
 
 def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]:
-    """Return the runs that have ended: by metric and machine the longest, in seconds."""
+    """Return the length in seconds of the longest run that has ended, by metric and machine."""
     turns: dict[str, dict[str, int]] = {}
     for name, metric in named.items():
         newest = len(metric.candidates) - 1 - metric.rule.gap_tolerance
@@ -419,12 +432,12 @@ def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]
 
 
 def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[Finding]:
-    """Go through the metrics once and return the machines that were candidates for long enough."""
+    """Return the machines that were candidates for long enough, over all metrics."""
     rules, frame = view.config.detect, view.frame
     interval = view.config.service.interval_seconds
     aliased = {name for name in named if may_be_aliased(name, view)}
     busy = [named[name] for name in named if METRICS[name].name in BUSY]
-    # Machines that lay apart together for so long do something else than the rest at times.
+    # If a group of machines has differed for this long, groups of the job have different work.
     is_split = any(turns.get("", 0) >= 2 * LONG_TURN for turns in view.job.turns.values())
     shown: dict[bool, set[int]] = {True: set(), False: set()}
     for name, metric in named.items():
@@ -441,17 +454,17 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
             is_phase = is_aliased and may_be_phase(run, name, named)
             is_from_start = run.first <= metric.rule.samples[run.machine] and view.job.is_young
             if is_phase and is_from_start:
-                # A young job does not tell this from another part of an iteration.
+                # In a young job a fault can not be told from another phase of an iteration.
                 continue
             if is_aliased and not is_alone(run, name, named, aliased, interval, is_phase):
                 continue
             times = sum(run.first <= one.first <= run.last for one in metric.runs[run.machine])
             machine = frame.machines[run.machine]
             usual = turn_of(name, known, machine, is_again=times > 1)
-            # Of a young job it is not known how its machines differ in turn.
+            # The machines of a young job may differ in turn, which is not known yet.
             is_slight = _away(run, metric)[run.machine] < 1.75 * metric.least
             needed = metric.rule.needed[run.machine]
-            # The tensor cores of a machine whose rows run out do less as well.
+            # The tensor cores of a machine also do less when its rows run out.
             is_ramp = (is_phase or not is_aliased) and _is_ramp(
                 run, trace, busy, needed - rules.continuity_seconds
             )
@@ -491,7 +504,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
 
 
 def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
-    """Return the runs that reach the end of the frame and have lasted for half a minute."""
+    """Return the candidates of the newest windows with runs of at least `FEWEST_WINDOWS`."""
     ongoing = []
     for name, metric in named.items():
         newest = len(metric.candidates) - 1 - metric.rule.gap_tolerance
@@ -507,14 +520,14 @@ def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
 
 
 def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding]:
-    """Return the machines of a part of the job that lies apart from the rest.
+    """Return the machines of a group that differs from the rest of the job.
 
-    Parts that no longer do are noted among the `turns`.
+    Durations of groups that no longer differ go into `turns`.
     """
     rules, frame = view.config.detect, view.frame
     if not (rules.exhaustive and rules.two_modes) or rules.floors is None:
         return []
-    # A window stands for its first second.
+    # A window is stored at its first second.
     ignored = np.append(view.ignored, np.zeros(WINDOW - 1, bool))
     for name in view.traces:
         if may_be_aliased(name, view):
@@ -522,7 +535,7 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
         unknown = set(view.job.unknown.get(name, ()))
         has_no_role = np.array([machine in unknown for machine in frame.machines])
         for columns in view.groups:
-            # What has always been so is learned with the roles of the machines.
+            # Baselines learn the differences that are there from the beginning.
             if 2 * np.count_nonzero(has_no_role[columns]) > len(columns):
                 continue
             parts = find_parts(
@@ -556,7 +569,7 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
 
 
 def _is_by_design(part: I64, columns: I64, view: View) -> bool:
-    """Return whether the machines of a part have a role that no other machine has."""
+    """Return whether the machines of a part share a role that no other machine has."""
     mine = np.isin(columns, part)
     for name, offsets in view.job.baseline.items():
         role = np.array([offsets.get(view.frame.machines[n], 0.0) for n in columns])
@@ -567,7 +580,7 @@ def _is_by_design(part: I64, columns: I64, view: View) -> bool:
 
 
 def _as_job_wide(view: View, findings: list[Finding]) -> list[Finding]:
-    """Replace too many findings by one of the whole job."""
+    """Replace findings by one finding of the whole job if they are too many."""
     names = sorted({finding.machine for finding in findings})
     if not view.config.detect.exhaustive or len(names) <= view.job_wide_limit:
         return findings

@@ -1,7 +1,7 @@
-"""Denoisers: what is compared between machines in place of the raw window.
+"""Denoisers: turn windows of one metric into the vectors that are compared between machines.
 
-The trained LSTM-VAE runs in numpy, faster than torch. Source: Minder, arXiv 2411.01791, section
-4.2; the latent variable is its mean here.
+The trained LSTM-VAE runs in numpy, which is faster here than torch. Source: Minder, arXiv
+2411.01791, section 4.2. In place of a sample of the latent variable we use its mean.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from planish.minder.detect.frame import F32, Mask
 T = TypeVar("T", bound=np.generic)
 
 WINDOW = 8
-"""Samples of a window (section 4.2)."""
+"""Samples per window (section 4.2)."""
 _BLOCK_WINDOWS = 4_096
-"""Windows that go through the network together: their gates stay in the cache."""
+"""Windows of one batch, small enough that the gates of the LSTM stay in the cache."""
 
 
 class Denoiser(Protocol):
-    """Turns windows of one metric into vectors that are compared."""
+    """Turns windows of one metric into the vectors that are compared."""
 
     name: str
-    """vae, pca or none."""
+    """`vae`, `pca` or `none`."""
     metric: str
     version: str
-    """Identifies the model in results."""
+    """Identifier of the model in results."""
     quality: str
-    """`good`, or `degraded` when it did not pass its gate."""
+    """`good`, or `degraded` if the model failed its quality gate."""
 
     def embed(self, windows: F32) -> F32:
-        """Return [M, d] for windows [M, 8] of values in 0 .. 1."""
+        """Return the vectors [M, d] to compare, for windows [M, 8] of values in 0 .. 1."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What detection needs besides the frame and the configuration."""
+    """Models that the detector needs besides frame and configuration."""
 
     denoisers: Mapping[str, Denoiser]
-    """By metric; a metric without one is skipped."""
+    """Denoiser by metric; a metric without a denoiser is skipped."""
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Metric to the transformed values that become 0 and 1, where they are fitted."""
+    """Map from metric to the transformed values that scale to 0 and 1, where they are fitted."""
 
 
 def windows_of(values: NDArray[T]) -> NDArray[T]:
-    """Return [T - 7, N, 8], a view of the windows of all machines in [T, N]."""
+    """Return [T - 7, N, 8], a view of the windows of all machines, from values [T, N]."""
     if len(values) < WINDOW:
         return np.zeros((0, values.shape[1], WINDOW), values.dtype)
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=0)
 
 
 def touching(flags: Mask) -> Mask:
-    """Return [T - 7, N], windows that hold a second with a flag, from [T, N]."""
+    """Return [T - 7, N], True for windows with a flagged second, from flags [T, N]."""
     count = max(0, len(flags) - WINDOW + 1)
-    # A window of eight is two of four, and so on.
+    # A window of eight is two windows of four, and so on.
     for reach in (1, 2, 4):
         flags = flags[:-reach] | flags[reach:]
     return flags[:count]
 
 
 class Identity:
-    """Compares the windows themselves: no denoising."""
+    """Returns the windows as they are: no denoising."""
 
     name = "none"
     quality = "good"
@@ -79,20 +79,20 @@ class Identity:
 
 
 class Pca:
-    """Projects windows on their first principal components and back."""
+    """Projects windows onto their first principal components and back."""
 
     name = "pca"
     quality = "good"
 
     def __init__(self, metric: str, mean: F32, components: F32) -> None:
-        """Take a fitted projection: mean [8], components [k, 8] with orthonormal rows."""
+        """Set a fitted projection: mean [8], components [k, 8] with orthonormal rows."""
         self.metric, self.mean, self.components = metric, mean, components
         self.version = f"pca{len(components)}"
         self._projection = (components.T @ components).astype(np.float32)
 
     @classmethod
     def fit(cls, metric: str, windows: F32, *, components: int = 4) -> Pca:
-        """Fit to windows [M, 8]."""
+        """Return the projection fitted to windows [M, 8]."""
         mean = windows.mean(axis=0, dtype=np.float64)
         centred = windows.astype(np.float64) - mean
         covariance = centred.T @ centred / max(1, len(windows))
@@ -106,12 +106,7 @@ class Pca:
 
 
 def shapes(hidden: int, latent: int) -> dict[str, tuple[int, ...]]:
-    """Return the weights that a model of one metric has.
-
-    Example:
-        >>> shapes(4, 8)["encoder.weight_hh_l0"]
-        (16, 4)
-    """
+    """Return the names and shapes of the weights in one metric's model."""
     gates = 4 * hidden
     result: dict[str, tuple[int, ...]] = {}
     for part, width in (("encoder", 1), ("decoder", latent)):
@@ -125,13 +120,14 @@ def shapes(hidden: int, latent: int) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Lstm:
-    """Weights of one layer; gates in the order input, forget, output, cell, the first three halved.
+    """Weights of one LSTM layer; gates are in the order input, forget, output, cell.
 
-    sigmoid(x) = (1 + tanh(x / 2)) / 2, so that one call of tanh serves all gates.
+    The weights of the first three gates are halved: sigmoid(x) = (1 + tanh(x / 2)) / 2, so one call
+    of tanh serves all gates.
     """
 
     weights: F32
-    """[4 * hidden, hidden + width + 1], of the state, of the inputs, and the bias."""
+    """[4 * hidden, hidden + width + 1]: columns for the hidden state, the inputs and the bias."""
 
     @classmethod
     def of(cls, weights: Mapping[str, F32], part: str) -> _Lstm:
@@ -145,10 +141,11 @@ class _Lstm:
         return cls(whole[order] * scale)
 
     def step(self, seen: F32, c: F32, gates: F32) -> None:
-        """Advance the state, the first rows of `seen` [hidden + width + 1, M], in place.
+        """Advance the hidden state by one step, in place.
 
-        Its other rows are the inputs and ones. The cells c are [hidden, M], the gates [4 * hidden,
-        M].
+        The first rows of `seen` [hidden + width + 1, M] are the hidden state; then come the inputs
+        and a row of ones. The cells `c` are [hidden, M]. `gates` [4 * hidden, M] is a work
+        buffer.
         """
         hidden = len(c)
         h = seen[:hidden]
@@ -165,7 +162,7 @@ class _Lstm:
 
 
 class Vae:
-    """A trained model as a denoiser."""
+    """A trained LSTM-VAE of one metric."""
 
     name = "vae"
 
@@ -178,14 +175,16 @@ class Vae:
         quality: str = "good",
         latent: bool = False,
     ) -> None:
-        """Take weights named as in `shapes`; `latent` compares latent means."""
+        """Set weights with the names of `shapes`; with `latent`, latent means are compared."""
         self.metric, self.version, self.quality, self.latent = metric, version, quality, latent
         self._encoder, self._decoder = _Lstm.of(weights, "encoder"), _Lstm.of(weights, "decoder")
         self._mean, self._mean_bias = weights["mean.weight"], weights["mean.bias"][:, None]
         self._output, self._output_bias = weights["output.weight"], weights["output.bias"]
 
     def embed(self, windows: F32) -> F32:
-        """Return [M, 8] reconstructions, or latent means, of windows [M, 8]."""
+        """Return the reconstructions [M, 8] of windows [M, 8], or their latent means [M,
+        latent].
+        """
         latent, hidden = self._mean.shape
         result = np.empty((len(windows), latent if self.latent else WINDOW), np.float32)
         for start in range(0, len(windows), _BLOCK_WINDOWS):
@@ -203,7 +202,7 @@ class Vae:
             if self.latent:
                 result[block] = z.T
                 continue
-            # The decoder sees the same vector at every step.
+            # The decoder has the same input at every step.
             seen = np.concatenate([np.zeros_like(c), z, np.ones((1, count), np.float32)])
             c[:] = 0.0
             for row in x:

@@ -1,4 +1,4 @@
-"""The detector of one job: metric after metric, which machine stays most unlike its peers?
+"""Detector of one job: it tries metric after metric for a machine that stays unlike its peers.
 
 Source: Minder, arXiv 2411.01791, sections 4.4 and 4.5.
 """
@@ -21,12 +21,12 @@ from planish.minder.detect.preprocess import Prepared, prepare
 from planish.minder.detect.result import Result, make_result
 
 _SCORE_WINDOWS = 60
-"""Newest windows over which the score of a machine is averaged."""
+"""Newest windows over which a machine's score is averaged."""
 
 
 @dataclass
 class Seen:
-    """One metric as the last call saw it."""
+    """One metric as the last call computed it."""
 
     first: int
     values: F32
@@ -35,28 +35,29 @@ class Seen:
 
 
 class Detector:
-    """Detection in one job; only windows that have changed since the last call are looked at.
+    """Detector of one job; a call computes only windows that changed since the last call.
 
-    A call of a new detector looks at everything, so results never depend on earlier calls.
+    A new detector computes all windows, so results never depend on earlier calls.
     """
 
     def __init__(self, models: Models, config: MinderConfig) -> None:
         self.models, self.config = models, config
         self.windows_computed = 0
-        """Windows of all metrics that the last call looked at."""
+        """Windows that the last call computed, over all metrics."""
         self.prepared: Prepared | None = None
-        """What the last call looked at; None before, and for a job that is too small."""
+        """Preprocessed metrics of the last call; None before a call and for a job that is too
+        small."""
         self.last: Mapping[str, Trace] = {}
         self.seconds: Mapping[str, float] = {}
-        """Duration of the stages of the last call."""
+        """Duration in seconds of each stage of the last call."""
         self._denoise_seconds = 0.0
         self._machines: tuple[str, ...] = ()
         self.groups: list[I64] = []
-        """Columns that are compared with each other."""
+        """Groups of machines that are compared with each other, as column numbers."""
         self._seen: dict[str, Seen] = {}
 
     def call(self, frame: Frame, job: Job | None = None) -> Result:
-        """Look at one frame of a job, e.g. its last 15 minutes."""
+        """Return the result for one frame of a job, e.g. its last 15 minutes."""
         started = time.perf_counter()
         rules, job = self.config.detect, job or Job()
         self.windows_computed, self._denoise_seconds = 0, 0.0
@@ -77,7 +78,7 @@ class Detector:
             self._seen = {}
         self._machines, self.groups = frame.machines, groups
         is_prepared = time.perf_counter()
-        # Machines of a small job can not be compared, but fall silent like others.
+        # Machines of a small job can not be compared, but silent machines are found.
         traces = self.traces(prepared, job) if not few else {}
         self._seen = {name: self._seen[name] for name in traces if name in self._seen}
         seconds = np.zeros(frame.num_seconds, bool)
@@ -96,7 +97,7 @@ class Detector:
         return result
 
     def newest_scores(self) -> dict[str, dict[str, float]]:
-        """Return metric to machine to its mean normal score in the newest windows."""
+        """Return the mean normal score over the newest windows, by metric and machine."""
         return {
             name: dict(zip(self._machines, newest.mean(axis=0).tolist(), strict=True))
             for name, trace in self.last.items()
@@ -104,7 +105,7 @@ class Detector:
         }
 
     def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
-        """Return what is known of each metric's windows, in the order in which they are tried."""
+        """Return the trace of each usable metric, in the order in which metrics are tried."""
         traces: dict[str, Trace] = {}
         for name in columns_of(self.config.detect.metrics, prepared.values):
             denoiser = self.models.denoisers.get(METRICS[name].name)
@@ -123,10 +124,10 @@ class Detector:
         return traces
 
     def renew(self, name: str, seen: Seen) -> Mask:
-        """Copy the rows of a trace whose seconds are as the last call saw them.
+        """Copy the unchanged windows of a metric from the trace of the last call.
 
         Returns:
-            [W, N], the other windows, which the caller must fill.
+            [W, N], True for the other windows, which the caller must compute.
         """
         old, values = self._seen.get(name), seen.values
         changed = np.ones(values.shape, bool)
@@ -149,7 +150,7 @@ class Detector:
 
 
 def _without_hidden(prepared: Prepared, job: Job) -> Prepared:
-    """Leave out what machines do while they wait, and what they did before they counted."""
+    """Mask the times in which machines wait for others, and the times before they count."""
     frame = prepared.frame
     since = np.array([job.since.get(name, 0) for name in frame.machines])
     hidden = frame.ts[:, None] < since

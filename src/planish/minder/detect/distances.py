@@ -1,7 +1,8 @@
-"""How unlike its peers each machine is, in each window of one metric.
+"""Distances: how unlike its peers each machine is, in each window of one metric.
 
-Source: Minder, arXiv 2411.01791, section 4.4: the sum of a machine's distances to all others, and
-its normal score among these sums. Floors, stages and baselines are ours.
+Source: Minder, arXiv 2411.01791, section 4.4. A machine's sum is the sum of its distances to all
+others; its normal score is the z-score of that sum among all machines. Floors, stages and baselines
+are ours.
 """
 
 from __future__ import annotations
@@ -24,40 +25,44 @@ from planish.minder.detect.preprocess import Prepared
 Distance = Literal["euclidean", "manhattan", "chebyshev"]
 
 _BLOCK_WINDOWS = 64
-"""Windows that are denoised and compared together."""
+"""Windows that are denoised and compared as one batch."""
 _CENTRES = 3
-"""Times at which the level of a group is estimated anew, without the offsets that it shows."""
+"""Iterations that estimate a group's median and the shares of the offsets that machines show."""
 _LEAST_SHOWN = 0.5
 _TINY = 1e-3
-"""No machine differs by less for what it is."""
+"""Smallest offset by which a share of it is divided."""
 _BLOCK_BYTES = 256 << 10
-"""Pairwise distances of one block stay in the cache."""
+"""Memory of one block of pairwise distances, which stays in the cache."""
 
 
 @dataclass
 class Trace:
-    """One metric; row w is the window that begins at second w of the frame."""
+    """Distances and scores of one metric; row w is the window that begins at second w of the
+    frame.
+    """
 
     sums: F32
-    """[W, N], sum of the distances to the machines that each is compared with."""
+    """[W, N], sum of the distances to the peers with which each machine is compared."""
     scores: F32
     """[W, N], normal scores."""
     above: F32
-    """[W, N], distance above the median machine in normalised units."""
+    """[W, N], distance above the median machine, in normalised units."""
     present: Mask
-    """[W, N], machines of which the whole window is known."""
+    """[W, N], True where every second of the machine's window is known."""
     embedded: F32
-    """[W, N, d], what is compared."""
+    """[W, N, d], the compared vectors."""
 
     @classmethod
     def empty(cls, present: Mask, width: int) -> Trace:
-        """Return a trace of windows that have not been looked at; `width` is d."""
+        """Return a trace of zeros; `width` is d."""
         numbers = np.zeros((3, *present.shape), np.float32)
         embedded = np.zeros((*present.shape, width), np.float32)
         return cls(numbers[0], numbers[1], numbers[2], present, embedded)
 
     def put(self, cells: Any, sums: F32) -> None:
-        """Take in sums of distances [R, C] of windows and of machines that are compared."""
+        """Store sums of distances [R, C] at `cells` (rows of windows, columns of one group) with
+        the scores that follow.
+        """
         here = self.present[cells]
         self.sums[cells] = sums
         self.scores[cells] = normal_scores(sums, here)
@@ -65,9 +70,10 @@ class Trace:
 
 
 def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -> list[I64]:
-    """Return the columns of machines that are compared with each other.
+    """Return the groups of machines that are compared with each other, as column numbers.
 
-    Pipeline stages stand alone where each of them has at least four machines.
+    Each pipeline stage is a group if all stages have enough machines. Otherwise there is one
+    group.
     """
     everything = np.arange(len(machines))
     if not (config.compare_within_stage and job.stages):
@@ -80,24 +86,24 @@ def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -
 
 
 def fewest_of_group(config: DetectConfig) -> int:
-    """Return how many machines a part of a job must have to be compared with itself alone."""
+    """Return the smallest number of machines of a group."""
     return max(4, config.min_machines)
 
 
 def compared_values(
     prepared: Prepared, name: str, config: DetectConfig, job: Job, groups: Sequence[I64]
 ) -> F32:
-    """Return the values [T, N] that are compared: without what is known of healthy machines.
+    """Return the compared values [T, N]: the metric without the known offsets of healthy machines.
 
-    Only as much of a machine's known offset is taken away as it shows: one that loses its offset
-    while all wait must not seem unlike for that.
+    Only the part of an offset that the machine shows is subtracted. A machine whose offset vanishes
+    while all machines wait would otherwise seem unlike.
     """
     values = prepared.values[name]
     known = job.baseline.get(name, {}) if config.role_baseline else {}
     mine = np.array([known.get(m, 0.0) for m in prepared.frame.machines], np.float32)
     if not mine.any():
         return values
-    # What a GPU differs by follows its work, other than what a host does beside it.
+    # The offset of a GPU vanishes when its work stops; the offset of a host may not.
     sure = () if METRICS[name].is_gpu else job.mature
     is_sure = np.array([m in sure for m in prepared.frame.machines])
     compared = values.copy()
@@ -110,12 +116,11 @@ def compared_values(
 
 
 def shown_offsets(values: F32, masked: Mask, known: F32, is_sure: Mask) -> F32:
-    """Return [T, N], what the machines of a group show of their `known` offsets [N].
+    """Return [T, N], the part of its known offset [N] that each machine of a group shows.
 
-    They are measured from the median of the values without them: a machine that comes to lie on the
-    other side of a plain median would move it by as much as its neighbours differ. Where `is_sure`
-    [N], a machine shows at least half of the share that the median one does, or is alone in its
-    loss.
+    Offsets are measured from the median of the values without them. A plain median would move when
+    a machine changes to its other side. Where `is_sure` [N], a machine's share is at least half of
+    the median share, so that a machine that alone loses its offset does not hide it.
     """
     weight, sign = np.where(masked, 0, np.abs(known)), np.sign(known)
     share = np.zeros((len(values), 1), np.float32)
@@ -130,7 +135,7 @@ def shown_offsets(values: F32, masked: Mask, known: F32, is_sure: Mask) -> F32:
 
 
 def away_from_peers(values: F32, masked: Mask, groups: Sequence[I64]) -> F32:
-    """Return by how much each machine [T, N] lies above the median of those it is compared with."""
+    """Return [T, N], the distance of each machine above the median of its group."""
     if len(groups) == 1:
         return values - fleet_median(values, masked)[:, None]
     away = values.copy()
@@ -140,17 +145,17 @@ def away_from_peers(values: F32, masked: Mask, groups: Sequence[I64]) -> F32:
 
 
 def of_group(values: NDArray[T], columns: I64) -> NDArray[T]:
-    """Return the columns of a group of machines, which mostly is all of them."""
+    """Return the columns of a group; the array itself if the group has all machines."""
     return values if len(columns) == values.shape[1] else values[:, columns]
 
 
 def fleet_median(values: F32, masked: Mask) -> F32:
-    """Return [T], the median over the machines that are known; 0 where none is."""
+    """Return [T], the median over the known machines; 0 where no machine is known."""
     return np.nan_to_num(median_of_known(values, ~masked))
 
 
 def median_of_known(values: F32, known: Mask) -> F32:
-    """Return the median of the known numbers of each row; NaN where none is."""
+    """Return the median of the known numbers of each row; NaN where no number is known."""
     ordered = np.sort(np.where(known, values, np.inf), axis=1)
     counts = known.sum(axis=1)
     rows = np.arange(len(values))
@@ -167,16 +172,16 @@ def fill_trace(
     groups: Sequence[I64],
     config: DetectConfig,
 ) -> float:
-    """Denoise the windows that are `touched`, compare those of the same second, and put both into a
-    trace, which knows who is present. Return the seconds that denoising took.
+    """Denoise the windows that are `touched`, compare them with those of the same second, and store
+    both in the trace. Return the seconds that denoising took.
 
     Args:
-        trace: gets their rows.
-        touched: [W, N], windows that have changed.
+        trace: gets the new rows; its `present` says which machines are known.
+        touched: [W, N], True for windows that have changed.
         values: [T, N] in 0 .. 1.
-        denoiser: of the metric.
-        groups: columns that are compared with each other.
-        config: distance between two embeddings, and how many peers are enough.
+        denoiser: denoiser of the metric.
+        groups: machines that are compared with each other, as column numbers.
+        config: distance between two embeddings, and the number of peers.
     """
     windows, seconds = windows_of(values), 0.0
     which = np.flatnonzero(touched.any(axis=1))
@@ -199,7 +204,9 @@ def fill_trace(
 
 
 def peers_of(machines: int, config: DetectConfig) -> I64:
-    """Return the places of the peers with which each of a group is compared, evenly spaced."""
+    """Return the places of the peers with which each machine of a group is compared, evenly
+    spaced.
+    """
     count = min(machines, config.max_peers or machines)
     return np.linspace(0, machines - 1, count).round().astype(np.int64)
 
@@ -212,10 +219,10 @@ def distance_sums(
 ) -> F32:
     """Return [W, N], the sum of the distances from each machine to all others, of [W, N, d].
 
-    Machines that are not `present` [W, N] are not compared, and have 0. Where `peers` are given,
-    the mean distance to those stands for that to all. Euclidean distances come from products, after
-    the mean over the machines has been taken away: the squares of equal machines would cancel badly
-    without.
+    Machines that are not `present` [W, N] are left out and have sum 0. If `peers` are given, the
+    mean distance to the peers replaces the mean distance to all machines. Euclidean distances are
+    computed from products of the centred vectors: without centring, the squares of equal vectors
+    would cancel badly.
 
     Example:
         >>> distance_sums(np.array([[[0.0], [3.0], [4.0]]], np.float32))
@@ -239,21 +246,21 @@ def distance_sums(
             if distance == "euclidean":
                 block = np.matmul(left[some, mine], right[some])
                 np.maximum(block, 0.0, out=block)
-                # Rounding must not give a machine a distance from itself.
+                # Rounding must not give a machine a distance to itself.
                 own = np.flatnonzero((chosen >= start) & (chosen < start + rows))
                 block[:, chosen[own] - start, own] = 0.0
                 np.sqrt(block, out=block)
             else:
                 block = _grid_distances(embeddings[some, mine], embeddings[some, chosen], distance)
             sums[some, mine] = np.matmul(block, weights[some, :, None])[..., 0]
-    # What a machine is compared with, and what it stands for: all but itself.
+    # The sum over the peers is scaled to a sum over all machines but itself.
     seen = weights.sum(axis=1, keepdims=True) - np.isin(np.arange(machines), chosen) * here
     sums *= here * (here.sum(axis=1, keepdims=True) - 1) / np.maximum(seen, 1)
     return sums
 
 
 def _factors(x: F32, here: F32, peers: I64) -> tuple[F32, F32]:
-    """Return [W, N, d + 2] and [W, d + 2, P] whose products are the squared distances."""
+    """Return left [W, N, d + 2] and right [W, d + 2, P], whose product is the squared distances."""
     weight = here[..., None]
     width = x.shape[2]
     centre = np.matmul(here[:, None], x) / np.maximum(weight.sum(1, keepdims=True), 1)
@@ -270,7 +277,7 @@ def _factors(x: F32, here: F32, peers: I64) -> tuple[F32, F32]:
 
 
 def _grid_distances(x: F32, peers: F32, distance: Distance) -> F32:
-    """Return the distances [W, R, P] of some machines from others, one coordinate at a time."""
+    """Return the distances [W, R, P] from machines to peers, one coordinate at a time."""
     total = np.zeros((len(x), x.shape[1], peers.shape[1]), np.float32)
     for place in range(x.shape[2]):
         gap = np.abs(x[:, :, None, place] - peers[:, None, :, place])
@@ -282,9 +289,10 @@ def _grid_distances(x: F32, peers: F32, distance: Distance) -> F32:
 
 
 def normal_scores(sums: F32, present: Mask | None = None) -> F32:
-    """Return how many standard deviations each machine's sum [W, N] lies above the mean of all.
+    """Return [W, N], how many standard deviations each machine's sum lies above the mean of all.
 
-    It is 0 in windows whose machines are all alike, and for machines that are not `present`.
+    The score is 0 in windows whose machines are all alike, and for machines that are not
+    `present`.
     """
     exact = sums.astype(np.float64)
     here = np.ones(sums.shape, bool) if present is None else present
@@ -292,7 +300,7 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
     mean = (exact * here).sum(axis=1, keepdims=True) / count
     centred = np.where(here, exact - mean, 0.0)
     deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
-    # Sums that differ by rounding alone are equal.
+    # Sums that differ only by rounding are equal.
     alike = deviation <= 1e-6 * np.maximum(mean, 1e-12)
     scores = np.divide(centred, deviation, out=np.zeros_like(centred), where=~alike)
     result: F32 = scores.astype(np.float32)
@@ -300,10 +308,10 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
 
 
 def distances_above_median(sums: F32, here: Mask) -> F32:
-    """Return each machine's sum [W, N] above the median one, in the unit of the normalised metric.
+    """Return [W, N], the distance of each machine's sum above the median sum, in normalised units.
 
-    The sum is divided by the number of peers and by the root of the samples in a window. Only
-    machines `here` count.
+    The difference is divided by the number of peers and by the root of the window's length. Only
+    machines in `here` count.
     """
     median = np.nan_to_num(median_of_known(sums, here))[:, None]
     count = here.sum(axis=1, keepdims=True)
@@ -312,9 +320,9 @@ def distances_above_median(sums: F32, here: Mask) -> F32:
 
 
 def threshold(theta: float, kappa: float | None, machines: int) -> float:
-    """Return the score above which a machine of a job with N is a candidate.
+    """Return the normal score above which a machine of a job with N machines is a candidate.
 
-    No score exceeds sqrt(N - 1), so a fixed theta could never fire in a small job.
+    No score exceeds sqrt(N - 1), so a fixed theta could never be reached in a small job.
 
     Example:
         >>> round(threshold(2.0, 0.9, 4), 3), threshold(2.0, 0.9, 64)
@@ -326,7 +334,9 @@ def threshold(theta: float, kappa: float | None, machines: int) -> float:
 
 
 def thresholds(config: DetectConfig, groups: Sequence[I64], gone: Mask) -> F64:
-    """Return [N] the thresholds of machines, each by the number of its group that is not `gone`."""
+    """Return [N], the threshold of each machine, from the number of machines in its group without
+    those that are `gone`.
+    """
     result = np.full(len(gone), np.inf)
     for columns in groups:
         count = int((~gone[columns]).sum())
@@ -336,16 +346,17 @@ def thresholds(config: DetectConfig, groups: Sequence[I64], gone: Mask) -> F64:
 
 
 def floor_of(name: str, config: DetectConfig) -> float:
-    """Return the smallest distance above the median that counts; -inf when floors are off."""
+    """Return the smallest distance above the median that counts; -inf if floors are off."""
     if config.floors is None:
         return -np.inf
     return config.floors.get(METRICS[name].name, config.default_floor)
 
 
 def activity(name: str, prepared: Prepared, config: DetectConfig) -> F64:
-    """Return [W], what the machines do in a metric as a share of what they mostly do, at most 1.
+    """Return [W], the fleet's level in a metric as a share of its usual level, at most 1.
 
-    Of a large job the `peers_of` it stand for all.
+    The usual level is the 75 % quantile over the windows. In a large job the peers of `peers_of`
+    represent all machines.
     """
     some = peers_of(prepared.frame.num_machines, config)
     median = fleet_median(prepared.values[name][:, some], prepared.masked[name][:, some])
@@ -357,15 +368,16 @@ def activity(name: str, prepared: Prepared, config: DetectConfig) -> F64:
 def floors_of(
     name: str, machines: Sequence[str], share: F64, config: DetectConfig, job: Job
 ) -> F64:
-    """Return for each window and machine [W, N] the distance that counts.
+    """Return [W, N], the smallest distance that counts for each window and machine.
 
-    It is the floor above the machine's usual distance, or above what its role may be as long as
-    that is not known. GPUs at rest differ less, as `share` [W], the metric's `activity`, tells.
+    It is the metric's floor plus the machine's usual distance; while its role is unknown, plus the
+    distance that a role may have. GPUs at rest differ less, so that distance is scaled by `share`
+    [W], the metric's `activity`.
     """
     if not METRICS[name].is_gpu:
         share = np.ones_like(share)
     unknown = set(job.unknown.get(name, ()))
-    # A machine that is too far away for a role needs no time to show one.
+    # A machine that is too far away for a role is judged without waiting for its role.
     open_ = unknown - set(job.refused.get(name, ()))
     usual = job.usual.get(name, {}) if config.usual_distance else {}
     lift = np.array([0.0 if m in unknown else max(0.0, usual.get(m, 0.0)) for m in machines])
@@ -378,11 +390,11 @@ def floors_of(
 
 
 def candidates(trace: Trace, theta: F64, far: Mask, *, only_most_unlike: bool) -> Mask:
-    """Return [W, N], which machines are candidates in each window.
+    """Return [W, N], True where a machine is a candidate.
 
-    They are `far` [W, N] and their normal score lies above `theta` [N]. With `only_most_unlike` it
-    is at most one a window, with the highest score in units of its threshold; of equal ones the
-    first by name.
+    A candidate is `far` [W, N] and has a normal score above `theta` [N]. With `only_most_unlike`,
+    each window has at most one candidate: the machine with the highest score in units of its
+    threshold; among equal scores, the first by name.
     """
     over: Mask = far & (trace.scores > theta)
     if not only_most_unlike or not over.size:
@@ -395,7 +407,9 @@ def candidates(trace: Trace, theta: F64, far: Mask, *, only_most_unlike: bool) -
 
 
 def without(trace: Trace, gone: Mask, groups: Sequence[I64]) -> Trace:
-    """Return a trace in which some machines [N] no longer weigh in the others' scores."""
+    """Return a trace in which the machines `gone` [N] have no influence on the scores of the
+    others.
+    """
     if not gone.any():
         return trace
     result = Trace.empty(trace.present & ~gone, 0)

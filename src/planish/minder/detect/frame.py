@@ -1,6 +1,6 @@
-"""Frames: what all machines of one job measured, second by second, and what else is known of it.
+"""Frames: measurements of all machines of one job, second by second, and other facts on the job.
 
-Imports numpy only.
+This module imports numpy only.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
-"""Metric to machine to (timestamps in unix seconds, values), in any order."""
+"""(timestamps in unix seconds, values) by metric and machine, in any order."""
 
 Stretches = Mapping[str, Sequence[tuple[int, int]]]
-"""Machine to stretches of time `start <= t < stop` (unix seconds)."""
+"""Map from machine to stretches of time `start <= t < stop` (unix seconds)."""
 
 COARSE_SECONDS = 2.0
-"""Samples further apart than this are not second-level data."""
+"""Spacing of samples, in seconds, above which a series is coarse."""
 COARSEST_SECONDS = 60.0
-"""Between samples that are further apart nothing is known."""
+"""Largest spacing of samples, in seconds, that a sample is repeated over."""
 _DENSE_SECONDS = 1.5
 _FEWEST_SPACINGS = 8
-"""A series with fewer samples has no known spacing."""
+"""Fewest samples from which the spacing of a series is computed."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The traces of one job on a grid of seconds."""
+    """The measurements of one job on a grid of seconds."""
 
     job: str
     ts: I64
-    """[T] unix seconds, a step of 1."""
+    """[T] unix seconds in steps of 1."""
     machines: tuple[str, ...]
     """N names of Kubernetes nodes, sorted."""
     values: dict[str, F32]
     """Metric to [T, N]; NaN where nothing was measured."""
     mask: dict[str, Mask] = field(default_factory=dict)
-    """Metric to [T, N], True for a real sample; made from `values` where it is not given."""
+    """Metric to [T, N], True for a real sample; computed from `values` if not given."""
     held: Mapping[str, float] = field(default_factory=dict)
-    """Metric to the seconds for which one measurement stands, where a server said so."""
+    """Map from metric to the seconds that one measurement is valid for, where the server reports
+    it."""
 
     def __post_init__(self) -> None:
         for name, array in self.values.items():
@@ -53,16 +54,16 @@ class Frame:
 
     @property
     def num_seconds(self) -> int:
-        """Length of the grid."""
+        """Number of seconds T."""
         return len(self.ts)
 
     @property
     def num_machines(self) -> int:
-        """N."""
+        """Number of machines N."""
         return len(self.machines)
 
     def slice(self, start: int, end: int) -> Frame:
-        """Return the seconds `start <= t < end` (unix), views of these arrays."""
+        """Return the frame of the seconds `start <= t < end` (unix); its arrays are views."""
         low, high = np.searchsorted(self.ts, [start, end])
         return Frame(
             self.job,
@@ -74,7 +75,7 @@ class Frame:
         )
 
     def select(self, machines: Sequence[str]) -> Frame:
-        """Return some of the machines."""
+        """Return the frame of some machines."""
         place = {name: i for i, name in enumerate(self.machines)}
         names = tuple(sorted(machines))
         columns = [place[name] for name in names]
@@ -90,40 +91,43 @@ class Frame:
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a job besides its metrics."""
+    """Facts on a job besides its metrics."""
 
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to pipeline stage."""
+    """Map from machine to pipeline stage."""
     baseline: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Metric to machine to what it has differed by in healthy history, normalised."""
+    """Difference of a machine from its peers in healthy history, normalised, by metric and
+    machine."""
     usual: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Metric to machine to the distance above the median machine that it has had when healthy."""
+    """Distance of a machine above the median machine in healthy history, by metric and machine."""
     waiting: Stretches = field(default_factory=dict)
-    """When each machine only waits for others, as far as its ranks say so."""
+    """Stretches in which each machine only waits for others, as its ranks report."""
     since: Mapping[str, int] = field(default_factory=dict)
-    """Machine to the unix second from which on it counts; from the beginning where not named."""
+    """Map from machine to the unix second from which it counts; a missing machine counts from the
+    beginning."""
     unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Metric to the machines whose differences in healthy history are not known yet."""
+    """Map from metric to the machines that have no baseline yet."""
     refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Metric to those of them that are too far away for a role."""
+    """Machines whose difference is too large for a role, by metric; all of them are in
+    `unknown`."""
     board: str = ""
-    """Model of the boards that it runs on; empty when not known."""
+    """Model of the job's GPU boards; empty if not known."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Metric to the factor by which its limits are too narrow for this job."""
+    """Map from metric to the factor by which its limits are widened for this job."""
     turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Metric to machine to the seconds for which it once differed and then no longer; the machine
-    "" stands for a part of them."""
+    """Longest turn in seconds, by metric and machine. A turn is a time in which a machine differed
+    from its peers and then no longer did. The machine "" is a part of the job."""
     devices: Mapping[str, int] = field(default_factory=dict)
-    """Machine to the most GPUs that it has had."""
+    """Map from machine to the largest number of GPUs that it has shown."""
     mature: Collection[str] = ()
-    """Machines whose baselines rest on history enough to last."""
+    """Machines whose baselines rest on `baseline_min_seconds` of history."""
     is_young: bool = False
-    """The turns of its machines are not known yet."""
+    """True while the turns of the machines are not known."""
     asked: int = 0
-    """Unix second before which an earlier call has judged every run; 0 for none. As what lay
-    before a run leaves the window, the run must not be judged anew."""
+    """Unix second up to which an earlier call has judged every run; 0 if there was no call. A run
+    before it is not judged again, since the time before the run has left the window."""
     named: Sequence[str] = ()
-    """Machines that the earlier call named."""
+    """Machines that the last call named."""
     ignored: Sequence[tuple[int, int]] = ()
     """Stretches `start <= t < end` (unix seconds) in which no machine is a candidate."""
 
@@ -135,13 +139,13 @@ def align(
     machines: Sequence[str],
     samples: Samples,
 ) -> Frame:
-    """Put raw samples on the grid `start <= t < end`.
+    """Return raw samples on the grid `start <= t < end`.
 
-    Each grid point takes the sample nearest in time within half a second, after the timestamps of
-    the series have been moved by their median distance from whole seconds. A series whose samples
-    come regularly but less than once a second counts until the next sample, for at most
-    `COARSEST_SECONDS`. Samples that are not finite, or negative, are dropped; of equal timestamps
-    the last counts. A machine without samples stays, without values.
+    Each grid point gets the nearest sample within half a second. Before that, the timestamps of a
+    series are shifted by their median distance from whole seconds. If the samples of a series come
+    regularly but less than once a second, a sample is valid until the next one, at most for
+    `COARSEST_SECONDS`. Samples that are negative or not finite are dropped; among equal timestamps
+    the last sample counts. A machine without samples keeps a column of NaN.
     """
     names = tuple(sorted(set(machines)))
     grid = np.arange(start, end, dtype=np.int64)
@@ -159,9 +163,9 @@ def align(
 
 
 def clean(ts: F64, values: F64) -> tuple[F64, F64]:
-    """Sort samples by time and drop impossible ones."""
+    """Sort samples by time and drop impossible values."""
     ts, values = np.asarray(ts, np.float64), np.asarray(values, np.float64)
-    # What float32 can not hold is no measurement.
+    # A value that float32 can not represent is no measurement.
     good = np.isfinite(ts) & (values >= 0) & (values <= np.finfo(np.float32).max)
     ts, values = ts[good], values[good]
     order = np.argsort(ts, kind="stable")
@@ -171,7 +175,7 @@ def clean(ts: F64, values: F64) -> tuple[F64, F64]:
 
 
 def nearest(ts: F64, values: F64, grid: I64, *, reach: float = 0.5) -> F32:
-    """Return for each grid second the nearest sample within `reach` seconds, or NaN."""
+    """Return the nearest sample within `reach` seconds of each grid second, or NaN."""
     if not len(ts):
         return np.full(len(grid), np.nan, np.float32)
     after = np.searchsorted(ts, grid)
@@ -184,10 +188,10 @@ def nearest(ts: F64, values: F64, grid: I64, *, reach: float = 0.5) -> F32:
 
 
 def _skew(ts: F64) -> float:
-    """Return how far timestamps lie from whole seconds in the median, -0.5 to 0.5 or a bit more."""
+    """Return the median distance of timestamps from whole seconds, about -0.5 to 0.5."""
     fractions = ts % 1.0
     if not fractions.any():
         return 0.0
-    # The mean on the circle finds the place of the fractions, the median about it the skew.
+    # The circular mean finds the centre of the fractions; their median around it is the skew.
     centre = float(np.angle(np.exp(2j * np.pi * fractions).mean())) / (2 * np.pi)
     return centre + float(np.median((ts - centre + 0.5) % 1.0 - 0.5))

@@ -1,4 +1,4 @@
-"""One job, call after call: the detector, and what is learned and known of the job besides."""
+"""Monitor of one job over many calls: runs the detector and learns baselines, roles and turns."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ from planish.minder.detect.roles import ROLE_SECONDS, differ, find_roles
 from planish.minder.detect.runs import stretches
 
 _IDLE_SHARE = 0.05
-"""A GPU that does less than this share of what it could is idle."""
+"""Share of its full activity below which a GPU is idle."""
 _CANDIDATE_SECONDS = 60
-"""A machine that has been a candidate for this time stops the learning of baselines."""
+"""Seconds after which a candidate stops the learning of baselines."""
 _SUSPECT_SECONDS = 86_400
-"""A machine that has been named within this time may still be faulty."""
+"""Seconds for which a machine that was named may still be faulty."""
 _TIMES = ("joined", "suspects", "devices")
-"""Attributes that map a machine to a number, and outlast a restart."""
+"""Attributes that map a machine to a number and are saved for a restart."""
 _YOUNG_SECONDS = 1_800
-"""After this time machines that differ in turn have done so."""
+"""Seconds after which a job has shown which of its machines differ in turn."""
 _MOVED_SHARE = 0.1
-"""Where two stretches show more than this share of the machines in other roles, they have those."""
+"""Share of the machines that must have changed roles, in two consecutive looks, before the new
+roles are used."""
 _SAME_JOB_SHARE = 0.5
-"""A job that keeps fewer of its machines runs on other nodes."""
+"""Share of its machines that a job must keep; a job that keeps fewer has moved to other nodes."""
 
 
 class JobMonitor:
-    """Joins detector, baseline, warm-up, idle rule and the coming and going of machines."""
+    """Combines detector, baselines, warm-up, idle times and the machines that join and leave."""
 
     _begun: int
-    """Unix second from which on the job is known."""
+    """Unix second of the first measurement of the job."""
     _roles: dict[str, str]
-    """Machine to the role that it was seen in, where nobody has named one."""
+    """Map from machine to the role that the monitor found, for jobs whose pods have no labels of
+    roles."""
 
     def __init__(
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
     ) -> None:
         self.job, self.config = job, config
         self._begun = 0
-        """Unix second from which on it is known."""
+        """Unix second of the first measurement of the job."""
         self._forget()
         self.known = Job()
         self._detector = detector or Detector(models, config)
@@ -72,16 +74,17 @@ class JobMonitor:
         board: str = "",
         suspects: Mapping[str, int] | None = None,
     ) -> Result:
-        """Look at the job.
+        """Return the result for the newest measurements of the job.
 
         Args:
-            frame: until now, at least `service.window_seconds` of it, of all machines of the job.
-            started: unix seconds of the last start of the job; 0 when not known.
+            frame: at least the last `service.window_seconds` of all machines of the job.
+            started: unix seconds of the last start of the job; 0 if not known.
             stages: machine to pipeline stage.
-            waiting: when each machine only waits for others; it is compared with nobody meanwhile.
-            board: model of its boards; empty when not known.
-            suspects: machines that any job has named, and the unix second; none of the last day has
-                a role. Those that this job names are known.
+            waiting: stretches in which each machine only waits for others; it is not compared then.
+            board: model of the job's GPU boards; empty if not known.
+            suspects: machine to the unix second at which another job named it. A machine that was
+                named within a day can have no role. The monitor adds the machines of this job
+                itself.
         """
         begun = time.perf_counter()
         if not frame.num_seconds:
@@ -97,7 +100,7 @@ class JobMonitor:
         self._note_idle(frame)
         ignored = [(started, started + warmup)] if started and warmup else []
         for start, stop in self._idle:
-            # A job that restarts after a long time warms up again.
+            # A job that goes on after a long pause warms up again.
             ignored.append((start, stop + warmup * (stop - start >= warmup)))
         self._widen(frame, board)
         self._count_devices(frame)
@@ -136,18 +139,18 @@ class JobMonitor:
                     known[name] = max(known.get(name, 0), turn)
         if not stages and rules.exhaustive and rules.compare_within_stage:
             self._learn_roles(result, now)
-        # With new roles machines will be compared with others than now.
+        # New roles change which machines are compared, so this call's result teaches nothing.
         if stages or self._roles == job.stages:
             self._learn(result, now, ignored)
         return result
 
     @property
     def suspects(self) -> Mapping[str, int]:
-        """Machine to the unix second at which this job named it last."""
+        """Unix second at which this job named a machine last, by machine."""
         return self._suspects
 
     def _follow(self, frame: Frame, started: int, now: int) -> None:
-        """Note which machines have joined and left; a job on other nodes is a new one."""
+        """Record which machines joined and left; a job that moved to other nodes is a new job."""
         old, new = set(self._joined), set(frame.machines)
         moved = bool(old) and len(old & new) < _SAME_JOB_SHARE * max(len(old), len(new))
         if moved:
@@ -156,7 +159,7 @@ class JobMonitor:
             del self._joined[name]
         for name in sorted(new - self._joined.keys()):
             if not old or moved:
-                # It is not known how old the first machines are.
+                # The age of the first machines is not known.
                 self._joined[name] = 0
                 continue
             column = frame.machines.index(name)
@@ -168,19 +171,23 @@ class JobMonitor:
         self._started = max(self._started, started)
 
     def _of_age(self, frame: Frame, now: int) -> tuple[Frame, dict[str, int]]:
-        """Return the frame without young machines, and since when each of the others counts."""
+        """Return the frame without young machines, and the second from which each other machine
+        counts.
+        """
         grace = self.config.preprocess.join_grace_seconds
         since = {name: joined + grace for name, joined in self._joined.items() if joined and grace}
         old = [name for name in frame.machines if since.get(name, 0) <= now]
         frame = frame.select(old) if len(old) < frame.num_machines else frame
         since = {name: at for name, at in since.items() if name in old and at > frame.ts[0]}
         if len(since) > self.config.preprocess.outage_share * frame.num_machines:
-            # Too many to compare without them: begin when the last of them counted.
+            # Too many machines are young: the frame begins when the last of them counts.
             frame = frame.slice(max(since.values()), now)
         return frame, since
 
     def _note_idle(self, frame: Frame) -> None:
-        """Note when all machines are idle, also where the window shows only the end of it."""
+        """Record the stretches in which all machines are idle. A stretch may have begun before the
+        window.
+        """
         first, shortest = int(frame.ts[0]), self.config.detect.idle_seconds
         kept = [stretch for stretch in self._idle if stretch[1] > first]
         for low, high in stretches(_idle(frame)):
@@ -193,7 +200,7 @@ class JobMonitor:
         self._idle = sorted(kept)
 
     def _widen(self, frame: Frame, board: str) -> None:
-        """Widen fitted limits that most machines of the job are beyond."""
+        """Widen fitted limits that most machines of the job exceed."""
         if not self.config.preprocess.widen_limits:
             return
         old = dict(self._scales)
@@ -203,7 +210,7 @@ class JobMonitor:
                 known = old.get(name, 1.0)
                 self._scales[name] = needed_scale(frame, METRICS[name], limits, known)
         if old and old != self._scales:
-            # What was learned is in units of the old limits.
+            # Baselines are in units of the old limits.
             self._forget()
 
     def _count_devices(self, frame: Frame) -> None:
@@ -213,7 +220,7 @@ class JobMonitor:
                 self._devices[name] = max(count, self._devices.get(name, 0))
 
     def _unlearn(self) -> None:
-        """Forget how machines differ when all is well."""
+        """Forget the differences between healthy machines."""
         self.baseline = Baseline(self.config.detect)
         self.usual = Baseline(self.config.detect, is_role=False)
         self._turns: dict[str, dict[str, int]] = {}
@@ -222,15 +229,17 @@ class JobMonitor:
         self._unlearn()
         self._roles = {}
         self._seen: dict[str, str] = {}
-        """Machine to role in the last stretch that showed roles."""
+        """Map from machine to role in the last frame that showed roles."""
         self._looked = 0
-        """Unix second at which roles were looked for."""
+        """Unix second at which roles were looked for last."""
         self._devices: dict[str, int] = {}
-        """Machine to the most GPUs that it has had."""
+        """Map from machine to the largest number of GPUs that it has shown."""
         self._begun = 0
 
     def _learn_roles(self, result: Result, now: int) -> None:
-        """Let two parts of a job that do different things be compared each with itself."""
+        """Find two parts of a job with different work; from then on, compare each part with
+        itself.
+        """
         prepared, rules = self._detector.prepared, self.config.detect
         if prepared is None or now < max(self._begun, self._looked) + ROLE_SECONDS:
             return
@@ -242,7 +251,7 @@ class JobMonitor:
         is_new = differ(self._roles, found) > max(1, _MOVED_SHARE * len(found))
         if before == found and is_new and (self._roles or not result.findings):
             self._roles = found
-            # What is known was learned from machines that do something else.
+            # The baselines were learned from machines in other roles.
             suspects = self.baseline.suspects
             self._unlearn()
             self.baseline.suspects = suspects
@@ -254,7 +263,7 @@ class JobMonitor:
             self.baseline.skip(now)
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
-        """Let the baseline grow by what was healthy."""
+        """Add the healthy measurements to the baselines."""
         prepared, rules = self._detector.prepared, self.config.detect
         if result.status not in ("ok", "fault") or prepared is None:
             return
@@ -272,13 +281,13 @@ class JobMonitor:
             baseline.skip(now)
             self.usual.skip(now)
             return
-        # A machine that began to differ a moment ago is no candidate yet.
+        # A machine that began to differ a moment ago is not a candidate yet.
         mature = baseline.mature.all()
         until = now - _CANDIDATE_SECONDS if mature else now
-        # Distances mean something only when the lasting differences are out of the values.
+        # Distances are meaningful only after the baselines have been subtracted.
         last = self._detector.last
         if baseline.begun and last:
-            # A window stands for its first second.
+            # A window is stored at its first second.
             above = {name: trace.above for name, trace in last.items()}
             masked = {name: ~trace.present for name, trace in last.items()}
             seconds = prepared.frame.ts[: len(next(iter(above.values())))]
@@ -287,7 +296,7 @@ class JobMonitor:
         baseline.add(values, until, unsure)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a restarted service needs."""
+        """Return the state that a restarted service needs."""
         return {
             "job": self.job,
             **{name: dict(getattr(self, f"_{name}")) for name in _TIMES},
@@ -309,13 +318,17 @@ class JobMonitor:
         *,
         detector: Detector | None = None,
     ) -> JobMonitor:
-        """Go on from what `to_json` gave; KeyError, TypeError, ValueError: it is something else."""
+        """Restore a monitor from the values of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the values are not of that form.
+        """
         monitor = cls(str(state["job"]), models, config, detector=detector)
         monitor.baseline = Baseline.from_json(config.detect, state["baseline"])
         monitor.usual = Baseline.from_json(config.detect, state["usual"], is_role=False)
         monitor._started = int(state["started"])
         monitor._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
-        # A state of an earlier release lacks these.
+        # The state of an earlier release lacks these entries.
         for kind in _TIMES:
             numbers = {str(name): int(number) for name, number in state.get(kind, {}).items()}
             setattr(monitor, f"_{kind}", numbers)
@@ -328,14 +341,14 @@ class JobMonitor:
 
 
 def of_last_day(suspects: Mapping[str, int], now: int) -> dict[str, int]:
-    """Return the machines that were named, at a unix second, within the day before `now`."""
+    """Return the machines that were named within the day before `now`, with the unix second."""
     return {name: at for name, at in suspects.items() if at > now - _SUSPECT_SECONDS}
 
 
 def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) -> Result | None:
-    """Return the result for a job of a single machine, which has no peers; None for others.
+    """Return the result for a job of a single machine, which has no peers; None for other jobs.
 
-    It needs no data: Prometheus need not be asked for the many small jobs of a cluster.
+    It needs no data, so the many small jobs of a cluster cost no queries to Prometheus.
     """
     if len(machines) > 1:
         return None
@@ -344,7 +357,7 @@ def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) ->
 
 
 def _idle(frame: Frame) -> Mask:
-    """Return [T], seconds in which the GPUs of all machines with samples are idle."""
+    """Return [T], True for seconds in which the GPUs of all machines with samples are idle."""
     for name, full in zip(BUSY, (100.0, 1.0), strict=True):
         if name in frame.values:
             real = frame.mask[name]

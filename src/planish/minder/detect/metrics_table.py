@@ -1,7 +1,7 @@
-"""The 21 monitored metrics: units, limits, and where Prometheus has them.
+"""The 21 metrics of the monitor: units, limits, and queries to Prometheus.
 
-Source: Minder, arXiv 2411.01791, section 4.1 and appendix (which metrics are collected, and the
-seven that detect); queries, scales and limits are ours.
+Source: Minder, arXiv 2411.01791, section 4.1 and appendix (names of the metrics, and the seven that
+the detector uses). Queries, scales and limits are ours.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Transform = Literal["none", "log1p"]
 Aggregation = Literal["mean", "min", "max", "spread", "sum", "count"]
 
 WORST = "_worst"
-"""Ends the name of a column with the worst device of each machine, beside that of their mean."""
+"""Suffix of a column with the worst GPU of each machine; the column without it has the mean."""
 BUSY = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
-"""Metrics that say whether GPUs do anything."""
+"""Metrics that show whether GPUs work."""
 WORK = "gpu_tensor_core_activity"
-"""Metric that falls wherever GPUs do less than most of an iteration asks for."""
+"""Metric that falls in every phase of an iteration in which GPUs do less."""
 DEVICES = "gpu_count"
-"""Column with the number of GPUs of each machine that give samples."""
+"""Column with the number of GPUs of each machine that send samples."""
 JOB_SELECTOR = "$job_selector"
-"""Stands in a query for the label matchers of one job's machines."""
+"""Placeholder in a query for the label matchers of one job's machines."""
 _SELECTOR = re.compile(r"[a-zA-Z_:][\w:]*\{[^{}]*" + re.escape(JOB_SELECTOR) + r"[^{}]*\}")
 
 
@@ -34,42 +34,45 @@ class Metric:
 
     name: str
     unit: str
-    """Of the values in a frame."""
+    """Unit of the values in a frame."""
     limits: tuple[float, float] | None
-    """Values that become 0 and 1; None: fitted to the training frames."""
+    """Values that scale to 0 and 1; None: `minder train` fits them to the training frames."""
     series: str
-    """PromQL of one value for each device or machine; holds `$job_selector`."""
+    """PromQL with one value for each device or machine; it contains `$job_selector`."""
     kind: Kind = "gauge"
-    """A counter is read as its rate over 5 s."""
+    """Kind of the series; a counter is read as its rate over 5 s."""
     scale: float = 1.0
-    """Multiplies what the query gives."""
+    """Factor of the query's values."""
     offset: float = 0.0
-    """Added afterwards."""
+    """Number that is added after scaling."""
     agg: Aggregation = "mean"
-    """From the devices of a machine to the machine; `spread` is the largest minus the smallest."""
+    """Aggregation from the devices of a machine to the machine; `spread` is the largest minus the
+    smallest value."""
     transform: Transform = "none"
-    """Applied before the limits; `log1p` for heavy tails."""
+    """Function that is applied before the limits; `log1p` for heavy tails."""
     is_gpu: bool = False
-    """Comes from the GPU exporter."""
+    """True if the GPU exporter sends it."""
     nonnegative: bool = True
-    """A negative value is a broken sample."""
+    """True if a negative value is a broken sample."""
     node_label: str = "node"
-    """Label of the series that names the machine. The label that an exporter sets itself
-    (`Hostname` of the GPU exporter) may name its pod: the scrape configuration sets `node`."""
+    """Label of the series that names the machine. The label that the GPU exporter sets itself
+    (`Hostname`) may name the exporter's pod, so the scrape configuration sets `node`."""
     node_regex: str = ""
-    """First group of this expression is the machine, as `([^:]+).*` to drop a port; empty for the
-    whole label."""
+    """Regular expression whose first group is the machine, e.g. `([^:]+).*` to drop a port; empty:
+    the label is the machine."""
     required: bool = False
-    """A call without this metric has failed."""
+    """True if a call without this metric has failed."""
 
     @property
     def selector(self) -> str:
-        """The first series of the query that is chosen by job; its samples date all."""
+        """First series of the query with the job's matchers; the timestamps of its samples date the
+        values.
+        """
         match = _SELECTOR.search(self.series)
         return match.group() if match else ""
 
     def machine_of(self, label: str) -> str:
-        """Return the machine that a label's value names; empty where it names none."""
+        """Return the machine that a label's value names; empty if it names none."""
         if not self.node_regex:
             return label
         match = re.fullmatch(self.node_regex, label)
@@ -83,7 +86,7 @@ _PCIE = ("PROF_PCIE_TX_BYTES", "PROF_PCIE_RX_BYTES")
 def _gpu(
     name: str, unit: str, limits: tuple[float, float] | None, *fields: str, scale: float = 1.0
 ) -> Metric:
-    """Return a gauge of the GPU exporter, the sum of some of its fields."""
+    """Return a gauge of the GPU exporter: the sum of some of its fields."""
     series = " + ".join(f"DCGM_FI_{field}{_SELECTED}" for field in fields)
     return Metric(name, unit, limits, series, scale=scale, is_gpu=True)
 
@@ -177,7 +180,7 @@ _ROWS = (
 
 
 class _Metrics(dict[str, Metric]):
-    """By name; a column of worst devices is measured as the mean of them is."""
+    """Metric by name; the column of worst GPUs has the entry of its metric."""
 
     def __missing__(self, name: str) -> Metric:
         if not name.endswith(WORST):
@@ -186,14 +189,14 @@ class _Metrics(dict[str, Metric]):
 
 
 METRICS: dict[str, Metric] = _Metrics({metric.name: metric for metric in _ROWS})
-"""All metrics by canonical name, in the order of the published table."""
+"""All metrics by name, in the order of the published table."""
 _WORST_IS_HIGHEST = ("gpu_temperature",)
 
 
 def device_columns(source: Metric, *, with_count: bool) -> list[Metric]:
-    """Return the columns beside a metric that show single GPUs of a machine; none of others.
+    """Return the columns that show single GPUs of a machine; none for a metric without GPUs.
 
-    The mean over eight GPUs hides one that is bad. The number of GPUs comes `with_count`.
+    The mean over eight GPUs hides one bad GPU. With `with_count` the number of GPUs is a column.
     """
     if not source.is_gpu or source.agg != "mean":
         return []
@@ -205,12 +208,12 @@ def device_columns(source: Metric, *, with_count: bool) -> list[Metric]:
 
 
 def is_column(name: str) -> bool:
-    """Tell whether a column of a frame may have this name: a metric, or what shows its devices."""
+    """Return whether a column of a frame may have this name."""
     return name == DEVICES or name.removesuffix(WORST) in METRICS
 
 
 def columns_of(metrics: Iterable[str], names: Container[str]) -> list[str]:
-    """Return metrics and, after each, the column of its worst devices where `names` has one."""
+    """Return the metrics, each followed by the column of its worst GPUs if it is in `names`."""
     pairs = ((name, name + WORST) for name in metrics)
     return [one for name, worst in pairs for one in (name, worst) if one == name or one in names]
 
@@ -224,4 +227,4 @@ PUBLISHED_ORDER: tuple[str, ...] = (
     "gpu_tensor_core_activity",
     "gpu_nvlink_bandwidth",
 )
-"""The seven metrics that detect, the most sensitive first (section 4.3 of the paper)."""
+"""The seven metrics that the detector uses, the most sensitive first (section 4.3 of the paper)."""

@@ -1,11 +1,11 @@
-"""Trained models on disk: one folder, one file of numbers and one of facts for each metric.
+"""Trained models on disk: for each metric a folder with a file of weights and a file of facts.
 
     models/
       limits.json                       fitted limits of all metrics
       <metric>/model.safetensors        weights of the LSTM-VAE, and the components of its fallback
       <metric>/meta.json                sizes, limits, errors, data digest, seed, versions
 
-Weights are plain numbers; nothing here can run code that a folder brings.
+Weights are plain numbers, so a folder can not bring code that runs.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _WEIGHTS, _FACTS, _LIMITS = "model.safetensors", "meta.json", "limits.json"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one trained model."""
+    """Sizes, errors and origin of one trained model."""
 
     metric: str
     limits: tuple[float, float]
-    """Transformed values that became 0 and 1."""
+    """Transformed values that scaled to 0 and 1 in training."""
     transform: str
     mse_train: float
     mse_held_out: float
     """Mean squared error per sample on held-out jobs."""
     variance_held_out: float
-    """What a constant would leave."""
+    """Variance per sample on held-out jobs, which is the error of a constant."""
     mse_pca: float
-    """Of four principal components on the same held-out windows."""
+    """Mean squared error of four principal components on the same held-out windows."""
     divergence: float
-    """Of the latent variable from the standard normal, nats."""
+    """Divergence of the latent variable from the standard normal, in nats."""
     n_windows: int
     data_sha256: str
     """Digest of the training windows."""
     seed: int
     version: str
-    """Of this package."""
+    """Version of this package."""
     hidden: int = 4
     latent: int = 8
     window: int = WINDOW
@@ -61,13 +61,13 @@ class Facts:
 
     @property
     def quality(self) -> str:
-        """Return `good`, or `degraded` for a model that explains too little."""
+        """`good`, or `degraded` for a model whose error is too large."""
         good = self.mse_held_out <= GATE * self.variance_held_out
         return "good" if good and math.isfinite(self.mse_held_out) else "degraded"
 
     @property
     def model_id(self) -> str:
-        """Return a short name that changes with the data, the seed and the code."""
+        """Short name that changes with the data and the seed."""
         return f"{self.data_sha256[:8]}-{self.seed}"
 
 
@@ -77,7 +77,9 @@ def default_models() -> Path:
 
 
 def save_model(folder: Path, facts: Facts, weights: Mapping[str, F32], pca: Pca) -> None:
-    """Write one metric's model; the facts last, so that a broken write leaves no model."""
+    """Write one metric's model. The facts are written last, so an interrupted write leaves no
+    model.
+    """
     from safetensors.numpy import save_file
 
     place = folder / facts.metric
@@ -97,10 +99,10 @@ def save_limits(folder: Path, limits: Mapping[str, tuple[float, float]]) -> None
 
 
 def load_models(folder: Path, config: DenoiseConfig, metrics: tuple[str, ...]) -> Models:
-    """Read the models of some metrics from a folder as `save_model` and `save_limits` wrote it.
+    """Read the models of some metrics from a folder that `save_model` and `save_limits` wrote.
 
     Raises:
-        ConfigError: a model is missing, damaged, of another schema, size or metric.
+        ConfigError: a model is missing, damaged, or has another schema, size or metric.
     """
     path, limits = folder / _LIMITS, {}
     for name, pair in _read_json(path).items():
@@ -115,7 +117,9 @@ def load_models(folder: Path, config: DenoiseConfig, metrics: tuple[str, ...]) -
 
 
 def _denoiser(folder: Path, metric: str, config: DenoiseConfig) -> Denoiser:
-    """Read the model of one metric; a degraded one gives way to its components where wanted."""
+    """Return the denoiser of one metric: its VAE, or its principal components if the configuration
+    or a degraded VAE asks for them.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -152,10 +156,10 @@ def _denoiser(folder: Path, metric: str, config: DenoiseConfig) -> Denoiser:
 
 
 def read_facts(folder: Path, metric: str) -> Facts:
-    """Read what is known of one model.
+    """Return the facts of one metric's model.
 
     Raises:
-        ConfigError: no such model, or one of another schema, metric or size.
+        ConfigError: the model is missing, or has another schema, metric or size.
     """
     place = folder / metric / _FACTS
     raw, names = _read_json(place), set(Facts.__dataclass_fields__)

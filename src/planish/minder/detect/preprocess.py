@@ -1,7 +1,7 @@
-"""From a frame to numbers between 0 and 1: fill short gaps, scale, say which metrics are usable.
+"""Preprocessing: fill short gaps, scale values to 0 .. 1, decide which metrics are usable.
 
 Source: Minder, arXiv 2411.01791, section 4.1 (nearest padding, min-max by the limits of the
-metric); limits on gaps, usability and silence are ours.
+metric). Limits on gaps, usability and silence are ours.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ from planish.minder.detect.frame import COARSE_SECONDS, COARSEST_SECONDS, F32, F
 from planish.minder.detect.metrics_table import METRICS, Metric, columns_of
 
 _STEP = 1.1
-"""Limits are widened by powers of this, and only when they are too narrow by more."""
+"""Base of the powers by which limits are widened; limits that are too narrow by less stay."""
 _TOP_QUANTILE = 0.99
-"""Of the samples of a machine, what lies above may be glitches."""
+"""Quantile of a machine's samples above which values may be glitches."""
 _FEWEST_CHANGES = 4
-"""Of a machine whose samples change less often it is not known how often they come."""
+"""Fewest changes of a machine's samples from which their spacing is computed."""
 _ADJACENT_SHARE = 0.1
-"""Where so many changes follow one another, samples come every second."""
+"""Share of changes in consecutive seconds from which samples are taken to come every second."""
 _DEAD_SHARE = 0.35
-"""Without some of its machines a job does less than this share of what it did."""
+"""Share of its earlier activity below which a job has lost machines."""
 _FRESH_ROWS = 10
-"""A machine whose last sample is older has stopped, which is another matter than standing still."""
+"""Seconds after its last sample for which a machine is taken to still send; a silent machine does
+not count as standing still."""
 
 Limits = Mapping[str, tuple[float, float]]
-"""Metric to the transformed values that become 0 and 1."""
+"""Map from metric to the transformed values that scale to 0 and 1."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What detection looks at."""
+    """Preprocessed metrics: the input of the detector."""
 
     frame: Frame
     values: dict[str, F32]
-    """Usable metric to [T, N] in 0 .. 1; 0 where `masked`."""
+    """Map from usable metric to values [T, N] in 0 .. 1; 0 where `masked`."""
     masked: dict[str, Mask]
-    """[T, N], True where nothing is known even after filling."""
+    """Usable metric to [T, N], True where nothing is known even after filling."""
     skipped: dict[str, str]
-    """Other metrics to the reason: absent, missing, flat, coarse, limits."""
+    """Map from unusable metric to the reason: absent, missing, flat, coarse or limits."""
     clipped: dict[str, float]
-    """Share of values beyond the limits that were given, widened or not."""
+    """Map from usable metric to the share of values outside its limits before they are widened."""
     broken: dict[str, tuple[str, ...]]
-    """Metric to machines whose exporter is broken: it gives 0, or the same values on and on."""
+    """Map from metric to machines whose exporter is broken: it sends 0, or repeats its values."""
     intervals: dict[str, F64]
     """Usable metric to [N], seconds from one distinct sample of a machine to the next."""
     silent_seconds: F64
-    """[N], how long before the end of the frame each machine gave its last sample of anything."""
+    """[N], seconds from each machine's last sample of any metric to the end of the frame."""
     frozen: tuple[str, ...] = ()
-    """Machines with an exporter that gives the same values on and on."""
+    """Machines with an exporter that repeats its values."""
     known: dict[str, float] = field(default_factory=dict)
-    """Metrics that are skipped as missing or coarse to their `known_share`."""
+    """Map from metric to its `known_share`, for metrics that were skipped as missing or coarse."""
 
 
 def prepare(
@@ -66,10 +67,10 @@ def prepare(
     board: str = "",
     scales: Mapping[str, float] | None = None,
 ) -> Prepared:
-    """Clean the metrics of `detect.metrics` in the frame of one job.
+    """Return the preprocessed metrics of `detect.metrics` for the frame of one job.
 
-    `limits` are those of metrics without limits of their own; `scales` maps a metric to the factor
-    by which its limits are too narrow for this job.
+    `limits` are the fitted limits of metrics that have no fixed ones. `scales` maps a metric to the
+    factor by which its limits are widened for this job.
     """
     values: dict[str, F32] = {}
     masked: dict[str, Mask] = {}
@@ -124,9 +125,10 @@ def prepare(
 def limits_of(
     metric: Metric, config: MinderConfig, fitted: Limits, board: str = ""
 ) -> tuple[float, float] | None:
-    """Return the transformed values that become 0 and 1; None where they are not known.
+    """Return the transformed values that scale to 0 and 1; None if they are not known.
 
-    The board's limits go first, then those of the site, the metric's own and those of the models.
+    The limits are those of the board; without these, those of the site, of the metric, or of the
+    models, in this order.
     """
     site = config.site_limits(metric.name, board)
     if site is not None:
@@ -138,10 +140,10 @@ def limits_of(
 def needed_scale(
     frame: Frame, metric: Metric, limits: tuple[float, float], known: float = 1.0
 ) -> float:
-    """Return the factor by which limits are too narrow for a job, in steps of a tenth; at least 1.
+    """Return the factor by which the limits of a job must be widened: a power of 1.1, at least 1.
 
-    They are when most machines are far beyond them for more than one second in a hundred: other
-    hardware, not a fault. `known` is the factor of the last call.
+    Limits are widened if most machines exceed them clearly in more than one second of a hundred.
+    Such machines have other hardware and are not faulty. `known` is the factor of the last call.
     """
     low, high = limits
     values, real = frame.values[metric.name], frame.mask[metric.name]
@@ -159,17 +161,18 @@ def needed_scale(
 
 
 def transformed(values: F32, metric: Metric) -> F32:
-    """Return values on the scale on which limits are measured."""
+    """Return values on the scale on which limits are defined."""
     if metric.transform == "log1p":
         return np.log1p(np.maximum(values, 0.0)).astype(np.float32)
     return values.astype(np.float32)
 
 
 def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
-    """Fill gaps with the sample of the same machine that is nearest in time, ties with the earlier.
+    """Fill each gap with the nearest sample of the same machine; of equally near samples, the
+    earlier.
 
-    Gaps of more than `max_gap_seconds` stay; 0 fills all. A gap at the border of the frame has one
-    end only and counts by its length.
+    Gaps of more than `max_gap_seconds` stay; 0 fills every gap. A gap at the border of the frame is
+    measured from the border.
 
     Returns:
         The filled values [T, N], and a mask that is True where nothing is known.
@@ -177,7 +180,7 @@ def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
     count = len(values)
     filled = values.astype(np.float32)
     unknown = np.zeros(values.shape, bool)
-    # Machine after machine, so that the neighbours of a gap stand beside it.
+    # Machines are laid out one after the other, so a gap's neighbours are adjacent in `known`.
     known = np.flatnonzero(real.T)
     columns, rows = np.nonzero(~real.T)
     if not len(rows):
@@ -203,9 +206,9 @@ def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
 def sample_intervals(values: F32, unknown: Mask) -> F64:
     """Return [N], the seconds from one distinct sample of each machine to the next.
 
-    A server repeats a sample until the next one comes, so timestamps do not tell. A machine whose
-    samples hardly change is asked as often as most others are. `values` [T, N] have their gaps
-    filled; `unknown` is True where nothing is known.
+    A server repeats a sample until the next one comes, so timestamps do not show the spacing;
+    changes of the value do. A machine whose samples hardly change gets the median spacing of the
+    others. `values` [T, N] have their gaps filled; `unknown` is True where nothing is known.
     """
     changed = (values[1:] != values[:-1]) & ~(unknown[1:] | unknown[:-1])
     counts = changed.sum(axis=0)
@@ -220,11 +223,12 @@ def sample_intervals(values: F32, unknown: Mask) -> F64:
 
 
 def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
-    """Return values [T, N] in which each held sample is the median of itself and its neighbours.
+    """Return values [T, N] in which each slow sample is the median of itself and its two
+    neighbours.
 
-    A window of held samples is a single sample, which may fall on the edge of an iteration; the
-    median of three keeps the length of what lasts. The rate of a counter, a mean since the sample
-    before, needs none. `intervals` [N] are the seconds from one sample to the next.
+    A window of a repeated sample is a single sample, which may fall on the edge of an iteration. A
+    median of three does not shorten a lasting change. Counters need no smoothing, since their rate
+    is a mean since the last sample. `intervals` [N] are the seconds between samples.
     """
     result = values.copy()
     rows = np.arange(len(values))
@@ -239,9 +243,10 @@ def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
 
 
 def known_share(unknown: Mask, config: MinderConfig) -> float:
-    """Return the share of seconds that as many machines as are needed know at least.
+    """Return the share of known seconds that every one of the required machines reaches.
 
-    `unknown` is [T, N], True where nothing is known even after filling.
+    The required machines are the `min_machine_share` with the most known seconds. `unknown` is [T,
+    N], True where nothing is known even after filling.
     """
     shares = np.sort((~unknown).mean(axis=0))[::-1]
     enough = max(4, int(np.ceil(config.preprocess.min_machine_share * len(shares))))
@@ -249,7 +254,7 @@ def known_share(unknown: Mask, config: MinderConfig) -> float:
 
 
 def unusable(values: F32, real: Mask, unknown: Mask, config: MinderConfig) -> str:
-    """Return why a metric [T, N] can not be used in this frame; empty when it can."""
+    """Return why a metric [T, N] can not be used in this frame; empty if it can."""
     if not real.any():
         return "missing"
     if known_share(unknown, config) < config.preprocess.min_known_share:
@@ -261,7 +266,7 @@ def unusable(values: F32, real: Mask, unknown: Mask, config: MinderConfig) -> st
 
 
 def broken_exporters(frame: Frame) -> dict[str, tuple[str, ...]]:
-    """Find GPU metrics that are 0 on one machine only, while another one of it moves."""
+    """Return GPU metrics that are 0 on one machine only while another GPU metric of it changes."""
     gpu = [name for name in frame.values if name in METRICS and METRICS[name].is_gpu]
     broken: dict[str, tuple[str, ...]] = {}
     moves = {}
@@ -279,13 +284,13 @@ def broken_exporters(frame: Frame) -> dict[str, tuple[str, ...]]:
 
 
 def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, int]]:
-    """Find exporters that give one and the same values on and on, while those of peers move.
+    """Return exporters that repeat their values while those of peers change.
 
     All metrics of an exporter must have stood still for more than `after_seconds` until the end of
-    the frame, among them one that no living machine holds still: a gauge between 0 and its upper
-    limit, or the rate of idle time. Idle GPUs are no such case, since their power moves. Where
-    those of hardly any machine move, all are frozen once that has lasted three times as long, if
-    they stand where they moved before.
+    the frame. One of them must be a value that does not stand still on a working machine: a gauge
+    between 0 and its upper limit, or `cpu_usage`. Idle GPUs do not match, since their power
+    changes. If hardly any machine's values change, all exporters are frozen after three times as
+    long, if their values lie strictly inside their earlier range.
 
     Returns:
         Metric to machine to the first row that stands still.
@@ -312,7 +317,7 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
             between = (last > 0) & (last < top) & (metric.kind == "gauge")
             shown = between | (name == "cpu_usage")
             if not moving:
-                # Machines that wait stand still as well, but elsewhere than before.
+                # Waiting machines stand still as well, but at values outside their earlier range.
                 earlier = frame.mask[name] & (np.arange(frame.num_seconds)[:, None] < since)
                 low = np.where(earlier, frame.values[name], np.inf).min(axis=0)
                 high = np.where(earlier, frame.values[name], -np.inf).max(axis=0)
@@ -326,9 +331,9 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
 
 
 def still_since(values: F32, real: Mask) -> I64:
-    """Return [N], the first row from which on all samples of a machine are equal.
+    """Return [N], the first row from which all samples of a machine are equal.
 
-    A machine that is silent does not stand still; one without samples does from the beginning.
+    The row is T for a silent machine, and 0 for a machine without samples.
     """
     count = len(values)
     last = _last_values(values, real)
@@ -345,14 +350,16 @@ def last_rows(flags: Mask) -> I64:
 
 
 def _last_values(values: F32, real: Mask) -> F32:
-    """Return [N], the last sample of each machine; 0 without any."""
+    """Return [N], the last sample of each machine; 0 for a machine without samples."""
     ends = last_rows(real)
     picked = values[np.maximum(ends, 0), np.arange(values.shape[1])]
     return np.where(ends >= 0, picked, np.float32(0)).astype(np.float32)
 
 
 def silent_seconds(frame: Frame) -> F64:
-    """Return for each machine the seconds since its last sample of any metric."""
+    """Return [N], the seconds from each machine's last sample of any metric to the end of the
+    frame.
+    """
     last = np.full(frame.num_machines, -1)
     for real in frame.mask.values():
         last = np.maximum(last, last_rows(real))
@@ -360,10 +367,10 @@ def silent_seconds(frame: Frame) -> F64:
 
 
 def are_dead(prepared: Prepared, named: Collection[str], after_seconds: int) -> bool:
-    """Return whether many silent machines are dead, and not only the telemetry of them.
+    """Return whether many silent machines are dead, rather than their telemetry.
 
-    Then they were `named` before, they fell silent one after the other, or the others have stopped
-    since.
+    They are dead if an earlier call has `named` all of them, if they fell silent one after the
+    other, or if the other machines have stopped working since.
     """
     frame, silent = prepared.frame, prepared.silent_seconds > after_seconds
     seconds = prepared.silent_seconds[silent]

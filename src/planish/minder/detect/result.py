@@ -1,4 +1,4 @@
-"""The result of a call, as an object and as JSON."""
+"""Results of calls, as objects and as JSON."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.frame import Frame
 
 Kind = Literal["dissimilar", "silent", "job_wide", "telemetry"]
-"""`telemetry`: what measures the machines has failed, and nothing is known of them."""
+"""Kind of a finding. `telemetry`: the exporters have failed, so nothing is known of the
+machines."""
 Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """How one metric shows that a machine differs."""
+    """Evidence of one metric that a machine differs."""
 
     candidate_share: float
-    """Share of the windows of the frame in which it was the candidate."""
+    """Share of the frame's windows in which the machine was a candidate."""
     median_distance: float
-    """Median over those windows of its distance above the median machine, normalised units."""
+    """Median over those windows of its distance above the median machine, in normalised units."""
 
 
 @dataclass(frozen=True)
@@ -32,42 +33,42 @@ class Finding:
     machine: str
     """Node name; empty for `job_wide`."""
     metric: str
-    """Metric that confirmed it; empty for `silent` and `job_wide`."""
+    """Metric whose run confirmed the machine; empty for `silent` and `job_wide`."""
     kind: Kind
     run_start: int
     confirmed_at: int
-    """Unix seconds at which it had differed for long enough."""
+    """Unix second at which it had differed for long enough."""
     duration_s: float
-    """From `run_start` to the last second in which it differed."""
+    """Seconds from `run_start` to the last second in which it differed."""
     score_mean: float
     """Mean normal score over the run."""
     evidence: dict[str, Evidence] = field(default_factory=dict)
-    """By metric."""
+    """Evidence by metric."""
     machines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A machine that is unlike its peers at the end of the frame, confirmed or not yet."""
+    """A machine that differs at the end of the frame, whether named already or not."""
 
     machine: str
     metric: str
     since: int
     seconds: int
-    """For how long it has been candidate."""
+    """Seconds for which it has been a candidate."""
     score: float
     """Normal score in the last window of the run."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The answer of one call; equal frames give equal results but for `call_seconds`."""
+    """The result of one call. Equal frames give equal results except for `call_seconds`."""
 
     job: str
     status: Status
     start: int
     end: int
-    """Second after the last."""
+    """Unix second after the last second of the frame."""
     n_machines: int
     profile: str
     theta: float
@@ -75,30 +76,30 @@ class Result:
     distance: str
     findings: tuple[Finding, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
-    """Metrics that were not used, with the reason."""
+    """Map from unused metric to the reason."""
     known: dict[str, float] = field(default_factory=dict)
-    """Those that lack samples to the share of seconds that is known of enough machines."""
+    """Share of seconds that enough machines know, by metric, for metrics that lack samples."""
     model_ids: dict[str, str] = field(default_factory=dict)
-    """Metric to denoiser and version."""
+    """Map from metric to denoiser and version."""
     silent: tuple[str, ...] = ()
-    """Machines that give no sample at the end of the frame."""
+    """Machines without a sample at the end of the frame."""
     candidates: tuple[Candidate, ...] = ()
-    """Machines that are unlike their peers at the end of the frame."""
+    """Machines that differ at the end of the frame."""
     clipped: dict[str, float] = field(default_factory=dict)
-    """Metric to the share of its values beyond the limits."""
+    """Map from metric to the share of its values outside the limits."""
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Metric to machines whose exporter is broken, see `Prepared.broken`."""
+    """Map from metric to machines whose exporter is broken, see `Prepared.broken`."""
     intervals: dict[str, float] = field(default_factory=dict)
-    """Metric to the seconds between its samples, where they are more than two; a machine must
-    differ for so much longer."""
+    """Map from metric to the seconds between its samples, if more than two. A machine must differ
+    for longer by about 1.5 times as much."""
     turns: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Metric to machine to the longest time for which it differed and then no longer did; the
-    machine "" stands for a part of them."""
+    """Longest turn in seconds, by metric and machine. A turn is a time in which a machine differed
+    and then no longer did. The machine "" is a part of the job."""
     call_seconds: float = 0.0
 
     @property
     def is_judged(self) -> bool:
-        """Whether machines could be compared."""
+        """True if the machines could be compared."""
         return self.status in ("ok", "fault")
 
     def to_json(self) -> str:

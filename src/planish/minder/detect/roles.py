@@ -1,8 +1,8 @@
-"""Roles of machines that nobody has named: those that sample, and those that train meanwhile.
+"""Roles that no label names, e.g. machines that sample beside machines that train.
 
-Ours. Two such halves of a job differ in most metrics for most of the time, and each is compared
-with itself. Machines that differ in turn, as their longest responses end, never lie apart twice in
-the same way.
+The paper has no roles. Two such halves of a job differ in most metrics for most of the time, and
+each half is compared with itself. Machines that differ in turn, as their longest responses end,
+never split twice in the same way.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.two_modes import BLOCK_SECONDS, block_medians
 
 ROLE_SECONDS = 300
-"""Roles are looked for in stretches of this length; two must show the same
-ones, with no others between them."""
+"""Length of the stretches in which roles are looked for. Two consecutive stretches must show the
+same roles."""
 _APART = 2.0
-"""Machines of two roles differ by so many floors, in the mean over blocks and metrics."""
+"""Mean distance of two roles over blocks and metrics, in units of the metric's floor."""
 _OWN_SHARE = 0.6
-"""A machine is at most this share as far away from its own role as from the other one."""
+"""Largest distance of a machine from its own role, as a share of its distance from the other
+role."""
 _FARTHEST = 5.0
-"""Larger differences, in floors, count no more: one metric must not decide alone."""
+"""Largest difference that counts, in floors, so that one metric does not decide alone."""
 _FEWEST_METRICS = 3
-"""A difference in fewer metrics is no role: it may be a fault of a part, as of a switch."""
+"""Fewest metrics in which two roles differ; a difference in fewer may be a fault, e.g. of a
+switch."""
 _ROUNDS = 8
 
 
 def find_roles(prepared: Prepared, config: DetectConfig) -> dict[str, str]:
-    """Return machine to role in the last `ROLE_SECONDS`; empty where all machines have one.
+    """Return the role of each machine in the last `ROLE_SECONDS`; empty if there are no two roles.
 
-    A role is named by the first machine that has it.
+    The name of a role is the first machine that has it.
     """
     frame, fewest = prepared.frame, fewest_of_group(config)
     if frame.num_seconds < ROLE_SECONDS or frame.num_machines < 2 * fewest:
@@ -49,7 +51,9 @@ def find_roles(prepared: Prepared, config: DetectConfig) -> dict[str, str]:
 
 
 def differ(old: Mapping[str, str], new: Mapping[str, str]) -> int:
-    """Return how many machines have changed sides, however the roles are named; all had none."""
+    """Return how many machines changed sides, whatever the roles' names; all of them if `old` is
+    empty.
+    """
     if not old:
         return len(new)
     first = min(new)
@@ -58,7 +62,7 @@ def differ(old: Mapping[str, str], new: Mapping[str, str]) -> int:
 
 
 def _blocks(prepared: Prepared, config: DetectConfig) -> F32:
-    """Return [N, M, B], by how many floors each machine lies above the median one in each block."""
+    """Return [N, M, B]: machine, metric, block; the distance above the median machine in floors."""
     count = ROLE_SECONDS // BLOCK_SECONDS
     first = prepared.frame.num_seconds - count * BLOCK_SECONDS
     found: list[F32] = []
@@ -72,9 +76,9 @@ def _blocks(prepared: Prepared, config: DetectConfig) -> F32:
 
 
 def _two_sides(blocks: F32, fewest: int) -> Mask | None:
-    """Return [N], which machines lie on the second of two sides; None where there is one side.
+    """Return [N], True for machines on the second of two sides; None if there are no two sides.
 
-    `blocks` are those of `_blocks`; `fewest` machines are a side.
+    `blocks` are those of `_blocks`; a side has at least `fewest` machines.
     """
 
     def away(centre: F32) -> F32:

@@ -1,7 +1,7 @@
 """Runs: consecutive windows in which one machine is a candidate in one metric.
 
-Source: Minder, arXiv 2411.01791, section 4.5 (continuity of four minutes). Tolerance of gaps and
-of held samples is ours.
+Source: Minder, arXiv 2411.01791, section 4.5 (continuity of four minutes). Tolerance of gaps and of
+repeated samples is ours.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import Prepared
 
 _TOLERATED_SHARE = 0.02
-"""Gaps in a run may be at most this share of it."""
+"""Largest share of a run that gaps may have."""
 _SAMPLE_SHARE = 0.12
-"""Where samples are held, one that lacks the candidate may be at most this share of a run."""
+"""Largest share of a run that a single slow sample without the candidate may have."""
 _MOMENT = 20
-"""For so many windows another machine may hide one that is far away."""
+"""Longest stretch of windows in which another machine may hide a machine that is far away."""
 BEYOND_TURNS = 1.75
-"""Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
+"""Factor by which a faulty machine must differ for longer than the turns of its peers."""
 LONG_TURN = 60.0
-"""Where machines differ in turn for so long, a part of them does too."""
+"""Turns of at least this many seconds show that parts of the job have different work."""
 FEWEST_WINDOWS = 30
-"""A shorter run is not reported as a candidate."""
+"""Fewest windows of a run that is reported as a candidate."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Run:
     last: int
     """Last window in which the machine is a candidate."""
     length: int
-    """Windows that counted, tolerated gaps included, masked windows not."""
+    """Number of windows, with tolerated gaps, without masked windows."""
 
 
 def stretches(flags: Mask) -> list[tuple[int, int]]:
-    """Return `start <= i < stop` of each stretch of set flags.
+    """Return (start, stop), `start <= i < stop`, of each stretch of set flags.
 
     Example:
         >>> stretches(np.array([True, True, False, True]))
@@ -60,11 +60,12 @@ def runs(
 ) -> list[Run]:
     """Return the runs of one machine, in order.
 
-    A window in which it is not `named` [W] as a candidate ends a run, unless tolerated: at most
-    `gap_tolerance` such windows, and at most 2 % of the run. `masked` windows, of which too little
-    is known, neither count nor end anything. Where samples are held, each touches `sample` windows,
-    else 0: one sample in a run may lack the candidate if both what lies before it and what lies
-    after it last longer than one sample. A burst that a single sample has met is no part of a run.
+    A window in which the machine is not `named` [W] as a candidate ends a run, unless it is
+    tolerated: at most `gap_tolerance` windows and at most 2 % of the run. `masked` windows, of
+    which too little is known, neither count nor end a run. `sample` is the number of windows that a
+    slow sample touches, else 0. One slow sample in a run may lack the candidate if the windows
+    before it and those after it last longer than a sample. A short burst that only one sample shows
+    is joined to no run.
     """
     known = np.flatnonzero(~masked)
     joined: list[tuple[int, int]] = []
@@ -90,20 +91,21 @@ Interval = TypeVar("Interval", float, F64)
 
 
 def growth(interval: Interval) -> Interval:
-    """Return the seconds by which held samples lengthen everything."""
+    """Return the seconds by which slow samples make every run longer."""
     return 1.5 * (interval - 1.0)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How long machines must be candidates in a metric."""
+    """Time for which machines must be candidates in a metric."""
 
     needed: F64
-    """[N], windows: a held sample makes everything look longer."""
+    """[N], windows that a run must exceed; slow samples make runs longer."""
     samples: I64
-    """[N], windows that one held sample touches; 0 where samples are a second apart."""
+    """[N], windows that one slow sample touches; 0 for samples every second."""
     resting: Mask
-    """[W], windows that count for candidates and say nothing of other machines."""
+    """[W], windows in which machines rest: they count for a candidate and are unknown for the
+    others."""
     gap_tolerance: int
     """Windows in a run that may lack the candidate, see `runs`."""
 
@@ -130,20 +132,20 @@ class Rule:
 def runs_of(
     named: Mask, rule: Rule, unknown: Mask, present: Mask, far: Mask
 ) -> dict[int, list[Run]]:
-    """Return the runs of each machine that was a candidate in at least `FEWEST_WINDOWS`.
+    """Return the runs of each machine that was a candidate in at least `FEWEST_WINDOWS` windows.
 
-    A window neither counts nor ends a run where the machine is not present, as while it waits, nor
-    for a moment in which another machine spreads the scores.
+    A window neither counts nor ends a run while the machine is not present, e.g. while it waits, or
+    for a moment in which the distance of another machine lowers its score.
 
     Args:
         named: [W, N], candidates.
-        rule: of the metric.
+        rule: rule of the metric.
         unknown: [W], windows of which too little is known.
-        present: [W, N], machines of which the whole window is known.
+        present: [W, N], machines whose whole window is known.
         far: [W, N], machines whose distance counts.
     """
     often = np.flatnonzero(np.count_nonzero(named, axis=0) >= FEWEST_WINDOWS)
-    # What is known of one machine lies together in memory.
+    # The flags of one machine lie together in memory.
     mine, here, away = (np.ascontiguousarray(flags[:, often].T) for flags in (named, present, far))
     masked = np.broadcast_to(unknown, mine.shape)
     if rule.gap_tolerance:
@@ -155,7 +157,7 @@ def runs_of(
 
 
 def short_stretches(flags: Mask, longest: int) -> Mask:
-    """Return [N, W], the stretches of set flags that are no longer than `longest`.
+    """Return [N, W], the stretches of set flags that are at most `longest` long.
 
     Example:
         >>> short_stretches(np.array([[True, True, True, False, True]]), 2)
@@ -180,17 +182,18 @@ def long_runs(runs: Mapping[int, Sequence[Run]], rule: Rule) -> list[Run]:
 
 
 def resting(share: F64, rules: DetectConfig) -> Mask:
-    """Return [W], windows of short stretches in which the machines do less than they mostly do."""
+    """Return [W], windows of short stretches in which the machines do less than usual."""
     low = share < rules.rest_share
     return np.asarray(short_stretches(low[None], rules.idle_seconds)[0])
 
 
 def turn_of(name: str, turns: Mapping[str, int], machine: str, *, is_again: bool = False) -> float:
-    """Return for how long a machine must differ in a metric of a job whose machines do in turn.
+    """Return for how many seconds a machine must differ in a job whose machines differ in turn.
 
-    In metrics of GPUs the longest turn of the others counts, once two machines had long ones: that
-    is how each of them waits for the rest. Elsewhere the second longest does, since a host may have
-    been busy for a while. For one that differs again and again the longest counts anyway.
+    In GPU metrics it is a multiple of the longest turn of another machine, once two machines had
+    long turns: each machine waits for the others. In other metrics it is a multiple of the second
+    longest turn, since one host may have been busy for a while. For a machine with several runs
+    (`is_again`) the longest turn counts in every metric.
     """
     long = [turn for place, turn in turns.items() if place and turn >= LONG_TURN]
     others = sorted(turn for place, turn in turns.items() if place not in (machine, ""))

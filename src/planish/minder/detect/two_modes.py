@@ -1,7 +1,7 @@
-"""A part of a job's machines that lies apart from the rest: a switch, a rack, a power feed.
+"""Parts: groups of machines whose values differ from the rest of the job, e.g. behind one switch.
 
-Ours. Where a fifth to a half of the machines differ alike, no normal score is large, but the values
-show two modes.
+The paper does not look for parts. If a fifth to a half of the machines have the same difference, no
+normal score is large, but the values have two modes.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from planish.minder.detect.distances import median_of_known
 from planish.minder.detect.frame import F32, I64, Mask
 
 BLOCK_SECONDS = 30
-"""Machines are compared by their medians over this time, which holds an iteration of most jobs."""
+"""Length of a block; a machine is compared by its median over a block, which covers an iteration of
+most jobs."""
 _SEPARATION = 3.0
-"""The gap between the parts in units of the mean deviation within them."""
+"""Smallest gap between two sides, in units of the mean deviation within them."""
 _SAME_SHARE = 0.9
-"""Share of the machines that must stay on their side."""
+"""Share of the machines that must stay on their side from one block to the next."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Machines that lay apart for long enough."""
+    """A group of machines that differed from the rest of the job for long enough."""
 
     columns: I64
-    """The smaller side; of two equal sides the one without the first machine."""
+    """Column numbers of the smaller side; of two equal sides the one without the first machine."""
     start: int
-    """Unix second at which it began to lie apart."""
+    """Unix second at which the group began to differ."""
     stop: int
-    """Unix second after the last one."""
+    """Unix second after the last second in which the group differed."""
 
     @property
     def seconds(self) -> int:
-        """How long it has lain apart."""
+        """Seconds for which the group differed."""
         return self.stop - self.start
 
 
@@ -49,7 +50,7 @@ def find_parts(
     seconds: int,
     max_masked: float,
 ) -> list[Part]:
-    """Return the parts that lie apart for more than some seconds without a break, the first first.
+    """Return the groups that differ for more than `seconds` without a break, in order of time.
 
     Args:
         ts: [T] unix seconds.
@@ -58,8 +59,8 @@ def find_parts(
         ignored: [T], seconds that end a run.
         gap: least distance between the nearest machines of the two sides.
         smallest: fewest machines of a side.
-        seconds: of continuity.
-        max_masked: a block with a larger share of unknown machines neither counts nor ends a run.
+        seconds: duration that a part must exceed.
+        max_masked: share of unknown machines above which a block neither counts nor ends a run.
     """
     first = int(-ts[0] % BLOCK_SECONDS) if len(ts) else 0
     blocks = (len(ts) - first) // BLOCK_SECONDS
@@ -88,7 +89,9 @@ def find_parts(
 
 
 def block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F32:
-    """Return [B, N]; NaN where less than half of a block is known."""
+    """Return [B, N], each machine's median in each block; NaN where less than half of it is
+    known.
+    """
     rows = slice(first, first + blocks * BLOCK_SECONDS)
     shape = (blocks, BLOCK_SECONDS, values.shape[1])
     pieces, unknown = values[rows].reshape(shape), masked[rows].reshape(shape)
@@ -100,7 +103,9 @@ def block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F32:
 
 
 def _sides(medians: F32, gap: float, smallest: int) -> tuple[I64, Mask]:
-    """Cut each row at its widest gap: sides [B, N], 0 where unknown, and what is apart [B]."""
+    """Cut each row [N] at its widest gap. Return sides [B, N] (-1, 1, or 0 if unknown), and [B],
+    True where the gap is wide enough.
+    """
     ordered = np.sort(medians, axis=1)
     counts = np.isfinite(medians).sum(axis=1, keepdims=True)
     steps = np.diff(ordered, axis=1)
@@ -117,13 +122,13 @@ def _sides(medians: F32, gap: float, smallest: int) -> tuple[I64, Mask]:
     for row in np.flatnonzero(apart).tolist():
         split = place[row] + 1
         both = (ordered[row, :split], ordered[row, split : counts[row, 0]])
-        # They are in order: the median is the middle.
+        # The values of each side are sorted, so the middle one is the median.
         within = sum(np.abs(side - side[len(side) // 2]).sum() for side in both) / counts[row, 0]
         apart[row] = widest[row] > _SEPARATION * within
     return sides, apart
 
 
 def _same(a: I64, b: I64) -> bool:
-    """Tell whether the machines that are known in both rows lie on the same sides."""
+    """Return whether the machines that are known in both rows are on the same sides."""
     both = (a != 0) & (b != 0)
     return bool(both.any() and (a[both] == b[both]).mean() >= _SAME_SHARE)

@@ -1,1 +1,1 @@
-"""Recorded traces: read, replayed, trained on, calibrated and evaluated with."""
+"""Work on recorded traces: files, replay, training, calibration and evaluation."""

@@ -1,10 +1,9 @@
-"""Fit a site's settings to its recorded traces: limits of metrics, thresholds and floors.
+"""Calibration: fits limits, thresholds and floors to the recorded traces of a site.
 
-Limits are quantiles of what healthy jobs show. For thresholds and floors every trace is replayed
-once, and scores and distances are kept as its calls saw them, so that another threshold costs
-comparisons of numbers only; what follows from naming a machine stays as it was in that replay.
-Theta and kappa are tried together; then the floor of one metric after the other is improved until
-none can be.
+Limits are quantiles of the metrics of healthy jobs. For thresholds and floors, every trace is
+replayed once and its scores and distances are kept. Another threshold then needs only comparisons;
+side effects of naming a machine stay as in the replay. All pairs of theta and kappa are tried; then
+the floors are improved one metric at a time until none gets better.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from planish.minder.lab.replay import Alarm
 from planish.minder.lab.score import CaseOutcome, Score, score
 
 LEAST_FAULTS = 10
-"""Fewest labelled faults to which thresholds are fitted; fewer would be fitted too closely."""
+"""Fewest labelled faults to which thresholds are fitted; with fewer they would overfit."""
 THETAS = (1.5, 2.0, 2.5, 3.0)
 KAPPAS = (0.6, 0.7, 0.8, 0.9, 0.95)
 FLOORS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10, 0.12)
@@ -51,50 +50,50 @@ _ROUNDS = 3
 _FIGURES = ("precision", "recall", "f1")
 
 SiteLimits = Mapping[str, tuple[float, float]]
-"""Metric to its limits, in its unit."""
+"""Map from metric to its limits, in its unit."""
 Hits = tuple[tuple[str, int], ...]
-"""Machines and the unix seconds of the calls that would name them."""
+"""Pairs of a machine and the unix second of the call that would name it."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What is looked for."""
+    """Thresholds of the score and floors of the distance."""
 
     theta: float
     kappa: float | None
     floors: Mapping[str, float]
 
     def of_job(self, machines: int) -> float:
-        """Return the threshold of the score in a job with so many machines."""
+        """Return the threshold of the score in a job with N machines."""
         return round(threshold(self.theta, self.kappa, machines), 6)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One replayed job, and who would be named at each point of the grid."""
+    """One replayed job, with the machines that each combination of thresholds would name."""
 
     outcome: CaseOutcome
-    """With the alarms that depend on no threshold: silent machines."""
+    """Outcome with only the alarms that no threshold changes: silent machines."""
     hits: Mapping[tuple[str, float, float], Hits]
-    """By metric, threshold of the score for the job's machines, and floor."""
+    """Map from (metric, threshold of the score, floor) to the machines that would be named."""
     job_wide_limit: float
-    """More machines than this are an event of the whole job."""
+    """Most machines that are named one by one; more are an event of the whole job."""
     window_seconds: int
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The best thresholds, and what they reach on the jobs they were found on."""
+    """The best thresholds, and their scores on the jobs they were fitted to."""
 
     start: Thresholds
     best: Thresholds
     scores: tuple[Score, Score]
-    """Over all faults, at the start and at the best; first alarms."""
+    """Scores over all faults at the start and at the best, counting first alarms."""
     tried: int
-    """Number of settings."""
+    """Number of thresholds that were tried."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return JSON values."""
         start, best = (
             {**asdict(one), **{name: getattr(reached, name).value for name in _FIGURES}}
             for one, reached in zip((self.start, self.best), self.scores, strict=True)
@@ -102,7 +101,7 @@ class Calibrated:
         return {"tried": self.tried, "start": start, "best": best}
 
     def markdown(self) -> str:
-        """Return both as a table."""
+        """Return start and best as a Markdown table."""
         both = (self.start, self.best)
         rows: list[tuple[object, ...]] = [
             (name, *(getattr(one, name) for one in both)) for name in ("theta", "kappa")
@@ -115,10 +114,10 @@ class Calibrated:
 def calibrate(
     recorded: Sequence[Recorded], config: MinderConfig, *, min_precision: float = 0.9
 ) -> Calibrated:
-    """Return the thresholds with the largest F1 among those that are precise enough, if any is.
+    """Return the thresholds with the largest F1 among those with `min_precision`, if there are any.
 
-    `recorded` are jobs that were replayed with the configuration. Of points with an equal F1 the
-    more precise one wins, then the one with higher floors.
+    `recorded` are jobs that were replayed with `config`. Among equal F1, the higher precision wins,
+    then the higher floors.
     """
     rules = config.detect
     metrics = sorted({metric for job in recorded for metric, _, _ in job.hits})
@@ -148,7 +147,7 @@ def calibrate(
 
 
 def outcome_with(job: Recorded, thresholds: Thresholds) -> CaseOutcome:
-    """Return the verdict on a recorded job under other thresholds."""
+    """Return the outcome of a recorded job under other thresholds."""
     theta = thresholds.of_job(job.outcome.machines)
     first = {alarm.machine: alarm for alarm in job.outcome.alarms}
     for metric, floor in thresholds.floors.items():
@@ -167,17 +166,17 @@ def outcome_with(job: Recorded, thresholds: Thresholds) -> CaseOutcome:
 
 @dataclass
 class _Kept:
-    """One metric of a job as the calls saw it; row w is the window that begins at second w."""
+    """One metric of a job over all calls; row w is the window that begins at second w."""
 
     scores: F32
     above: F32
-    """Beyond the machine's usual distance."""
+    """[W, N], distance above the machine's usual distance."""
     present: Mask
     resting: Mask
     rule: Rule
 
     def take(self, rows: slice, trace: Trace, above: F32, rule: Rule) -> None:
-        """Note the last rows of a call; of calls that overlap the larger distance counts."""
+        """Store the last rows of a call; where calls overlap, the larger distance is kept."""
         last = slice(rows.start - rows.stop, None)
         more = trace.present[last] & (above[last] > self.above[rows])
         self.scores[rows] = np.where(more, trace.scores[last], self.scores[rows])
@@ -188,9 +187,10 @@ class _Kept:
 
 
 def record(source: Case | Path, models: Models, config: MinderConfig) -> Recorded:
-    """Replay one job, or that of a file, and note who would be named at each point of the grid.
+    """Replay one job (or that of a file) and return it with the machines that each grid point
+    names.
 
-    `config` holds the thresholds to begin from.
+    `config` has the thresholds at which the search starts.
     """
     case = read_case(source) if isinstance(source, Path) else source
     frame, detector = case.frame, Detector(models, config)
@@ -238,7 +238,9 @@ def record(source: Case | Path, models: Models, config: MinderConfig) -> Recorde
 def _hits(
     kept: Mapping[str, _Kept], case: Case, config: MinderConfig
 ) -> dict[tuple[str, float, float], Hits]:
-    """Return for each point of the grid who is candidate for long enough, and the call after it."""
+    """Return for each grid point the machines that are candidates for long enough, with the time of
+    the next call.
+    """
     rules, step, start = config.detect, config.service.interval_seconds, int(case.frame.ts[0])
     machines = case.frame.machines
     floors = sorted({*FLOORS, *(floor_of(name, rules) for name in kept)})
@@ -259,13 +261,13 @@ def _hits(
 
 
 def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, SiteLimits]:
-    """Return the limits that healthy traces show, for those metrics that have none by nature.
+    """Return the limits of healthy traces, for the metrics that have no fixed limits.
 
     Returns:
-        Board model to its limits; those of jobs whose boards are not known are under "".
+        Board model to its limits; "" for jobs whose boards are not known.
 
     Raises:
-        ConfigError: no trace is of a healthy job.
+        ConfigError: there is no trace of a healthy job.
     """
     healthy = [case for case in cases if not case.truth.faulty]
     if not healthy:
@@ -288,7 +290,7 @@ def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, Si
 
 
 def fitted_roles(cases: Sequence[Case], models: Models, config: MinderConfig) -> dict[str, float]:
-    """Return by metric how far healthy machines lastingly differ, and a quarter more."""
+    """Return 1.25 times the largest lasting difference of a healthy machine, by metric."""
     most: dict[str, float] = {}
     for case in (case for case in cases if not case.truth.faulty):
         prepared = prepare(case.frame, config, models.limits, board=case.board)
@@ -307,7 +309,7 @@ def site_tables(
     roles: Mapping[str, float] | None = None,
     metrics: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what was fitted as tables of a configuration; what is empty stays as it was."""
+    """Return the fitted values as tables of a configuration; empty tables are left out."""
     boards = {board: dict(pairs) for board, pairs in limits.items()}
     tables: dict[str, Any] = {"limits": boards.pop("")} if "" in boards else {}
     detect: dict[str, Any] = {"role_limits": dict(roles or {})}

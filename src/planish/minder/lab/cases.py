@@ -1,4 +1,4 @@
-"""Recorded traces and what is known of them: a file of samples, and one of facts beside it.
+"""Cases: recorded traces, each with a file of samples and a file of facts beside it.
 
     traces/a.npz     as `planish minder record` writes it; or CSV, or Parquet
     traces/a.json    {"truth": {"machines": ["n3"], "kind": "ecc-error",
@@ -6,7 +6,7 @@
                       "stages": {}, "waiting": {"n1": [[1700000100, 1700000160]]},
                       "board": "NVIDIA H100 80GB HBM3"}
 
-A trace without such a file, or without machines in its truth, is of a healthy job.
+A trace without a file of facts, or without machines in its truth, is of a healthy job.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from planish.minder.detect.frame import Frame, Stretches
 from planish.minder.lab.files import ENDINGS, read_frame, write_frame
 
 DETECTABLE_SECONDS = 285
-"""No detector that waits for four minutes can name a fault that shows for less than this; where
-samples are held it waits longer, see `growth` of `detect.continuity`."""
+"""Shortest visible time in seconds of a fault that a detector with a continuity of four minutes can
+name. Slow samples make it longer, see `growth` in `detect.runs`."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What is wrong in a case."""
+    """The fault of a case."""
 
     machines: tuple[str, ...] = ()
-    """Sorted; empty for a healthy job."""
+    """Faulty machines, sorted; empty for a healthy job."""
     kind: str = ""
     onset: int = 0
     """Unix second at which the fault begins."""
     halt: int = 0
-    """Unix second at which the whole job stops, or the trace ends."""
+    """Unix second at which the whole job stops or the trace ends."""
     visible: Mapping[str, int] = field(default_factory=dict)
-    """Metric to the seconds for which it shows the fault on a machine; `silent` for silence."""
+    """Map from metric (or `silent`) to the seconds for which the fault shows in it on a machine."""
     detectable: bool = False
-    """Visible for at least `DETECTABLE_SECONDS` in one metric of the frame, or silent."""
+    """True if the fault shows for at least `DETECTABLE_SECONDS` in one metric or as silence."""
 
     @property
     def faulty(self) -> bool:
-        """Whether anything is wrong."""
+        """True if there is a fault."""
         return bool(self.machines)
 
 
@@ -55,22 +55,22 @@ class Case:
     frame: Frame
     truth: Truth
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to pipeline stage."""
+    """Map from machine to pipeline stage."""
     name: str = ""
     """Name of the file without its ending."""
     board: str = ""
-    """Model; empty when not known."""
+    """Model of the GPU boards; empty if not known."""
     waiting: Stretches = field(default_factory=dict)
-    """When each machine only waits for others."""
+    """Stretches in which each machine only waits for others."""
 
 
 def facts_path(path: Path) -> Path:
-    """Return where the facts of a trace are."""
+    """Return the path of a trace's file of facts."""
     return path.with_suffix(".json")
 
 
 def facts_of(case: Case) -> dict[str, Any]:
-    """Return the facts of a case as plain values."""
+    """Return the facts of a case as JSON values."""
     return {
         "truth": asdict(case.truth),
         "stages": dict(case.stages),
@@ -80,7 +80,9 @@ def facts_of(case: Case) -> dict[str, Any]:
 
 
 def write_recorded(path: Path, case: Case) -> None:
-    """Write the trace of a job that is taken for healthy, and facts in which to label a fault."""
+    """Write the trace of a job, and facts that call it healthy and in which people can label a
+    fault.
+    """
     write_frame(path, case.frame)
     truth = {"machines": [], "kind": "", "onset": 0, "halt": 0}
     text = json.dumps({**facts_of(case), "truth": truth}, indent=1)
@@ -88,7 +90,7 @@ def write_recorded(path: Path, case: Case) -> None:
 
 
 def trace_files(places: Sequence[Path]) -> list[Path]:
-    """Return the traces among files and folders, by name; ConfigError: there is none."""
+    """Return the traces among files and folders, sorted; ConfigError if there is none."""
     paths: set[Path] = set()
     for place in places:
         if place.is_dir():
@@ -107,8 +109,9 @@ def read_case(path: Path) -> Case:
     """Read a trace with its facts.
 
     Raises:
-        ConfigError: no such trace.
-        RecordError: trace or facts are damaged, or a machine or second is not of the trace.
+        ConfigError: there is no such trace.
+        RecordError: trace or facts are damaged, or facts name a machine or second outside the
+            trace.
     """
     frame, place = read_frame(path), facts_path(path)
     try:
@@ -138,7 +141,7 @@ def _truth(raw: Mapping[str, Any], frame: Frame) -> Truth:
             f"a fault of {list(machines)} from {onset} to {halt}, where machines are "
             f"{list(frame.machines[:4])}... and seconds {first} to {last}"
         )
-    # A label by hand does not say which metrics show the fault: all of them count.
+    # A label by hand does not name the metrics that show the fault, so all metrics count.
     visible = raw.get("visible", dict.fromkeys(frame.values, halt - onset))
     return Truth(
         machines=machines,

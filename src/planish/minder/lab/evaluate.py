@@ -1,4 +1,4 @@
-"""Replay labelled traces as the service would have looked at them, and score what is named.
+"""Evaluation: replays labelled traces as the service would see them, and scores its alarms.
 
 `planish minder evaluate` prints the tables of `markdown` and writes every figure of `report`.
 """
@@ -20,7 +20,7 @@ from planish.minder.lab.replay import Alarm, notes_of, replay
 from planish.minder.lab.score import GRACE_SECONDS, CaseOutcome, summary
 
 Progress = Callable[[int, int], None]
-"""Called with traces done and traces in all."""
+"""Function that is called with the number of traces done and in all."""
 Item = TypeVar("Item")
 T = TypeVar("T")
 
@@ -28,8 +28,8 @@ T = TypeVar("T")
 def in_processes(
     work: Callable[[Item], T], items: Sequence[Item], *, workers: int, progress: Progress
 ) -> Iterator[T]:
-    """Yield what `work` returns for each item, in the same order."""
-    # torch does not survive a fork once it has computed.
+    """Yield the result of `work` for each item, in order."""
+    # torch does not survive a fork after it has computed.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context) as pool:
         results = pool.map(work, items) if workers > 1 else map(work, items)
@@ -39,7 +39,7 @@ def in_processes(
 
 
 def outcome_of(source: Case | Path, models: Models, config: MinderConfig) -> CaseOutcome:
-    """Replay one case, or that of a file, with the interval and the window of the service."""
+    """Replay one case (or that of a file) with the interval and window of the service."""
     case = read_case(source) if isinstance(source, Path) else source
     first: dict[str, Alarm] = {}
     costs, results = [], []
@@ -62,9 +62,9 @@ def outcome_of(source: Case | Path, models: Models, config: MinderConfig) -> Cas
 def fault_of(
     case: Case, metrics: Sequence[str], intervals: Mapping[str, float] | None = None
 ) -> Truth | None:
-    """Return the truth of a case for detectors of some metrics; None for a healthy job.
+    """Return the truth of a case for a detector of some metrics; None for a healthy job.
 
-    `intervals` maps a metric to the seconds between its samples, where they are more than two.
+    `intervals` maps a metric to the seconds between its samples, if more than two.
     """
     truth, held = case.truth, intervals or {}
     if not truth.faulty:
@@ -76,12 +76,12 @@ def fault_of(
 
 
 def report(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
-    """Return every figure of one detector as plain values."""
+    """Return every figure of one detector as JSON values."""
     return {**summary(outcomes), "grace_seconds": GRACE_SECONDS, "wrong": wrong_cases(outcomes)}
 
 
 def wrong_cases(outcomes: Sequence[CaseOutcome]) -> list[dict[str, Any]]:
-    """Return the cases with a miss or a false alarm, for those who want to look at them."""
+    """Return the cases with a missed fault or a false alarm."""
     return [
         {
             "case": outcome.case,
@@ -107,13 +107,13 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> str:
-    """Return a table of Markdown."""
+    """Return a Markdown table."""
     rule = "|" + "---|" * (head.count("|") - 1)
     return "\n".join([head, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
 def main_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a row for each detector: name to its summary."""
+    """Return a table with a row for each detector; `summaries` maps its name to its summary."""
     head = (
         "| detector | precision | recall | F1 | F1 strict | F1 detectable | alert after s, median "
         "(p90) | false alarms / 1,000 machine-h | normal runs quiet | s per call, mean (max) |"
@@ -140,7 +140,7 @@ def main_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def group_table(title: str, groups: Mapping[str, Any]) -> str:
-    """Return a row for each group of cases, the one with the most faults first."""
+    """Return a table with a row for each group of cases, the group with the most faults first."""
     head = (
         f"| {title} | cases | faults (detectable) | recall | recall of detectable | false alarms |"
     )

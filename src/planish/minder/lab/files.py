@@ -1,9 +1,9 @@
-"""Frames in files: npz with arrays, or CSV and Parquet with one row for each sample.
+"""Files of frames: npz with arrays, or CSV and Parquet with one row for each sample.
 
     ts,machine,metric,value          long form of CSV and Parquet, rows in any order
     npz: ts [T], machines [N], and one array [T, N] for each metric
 
-Long rows are put on the grid of seconds as those of a server are.
+Samples of the long form are aligned to whole seconds, as in `align`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LONG_COLUMNS = ("ts", "machine", "metric", "value")
 ENDINGS = (".npz", ".csv", ".parquet")
 
 _MAX_SECONDS = 32 * 86_400
-"""A trace that lasts longer has a broken timestamp."""
+"""Longest trace in seconds; in a longer one a timestamp is broken."""
 _LAST_SECOND = 1e11
-"""Later timestamps, after the year 5000, are in milliseconds or finer."""
+"""Largest timestamp in seconds (year 5000); a larger timestamp is in milliseconds or finer."""
 _log = logging.getLogger(__name__)
 
 
 def read_frame(path: Path) -> Frame:
-    """Read a trace; metrics that are not known are left out with a warning.
+    """Read a trace; unknown metrics are left out with a warning.
 
     Raises:
-        ConfigError: no such file, or another ending.
-        RecordError: it is damaged, lacks a column or array, or holds no sample of a known metric.
+        ConfigError: there is no such file, or it has another ending.
+        RecordError: the file is damaged, lacks a column or array, or has no known metric.
     """
     if path.suffix not in ENDINGS:
         raise ConfigError(f"a trace must be a file that ends in {ENDINGS}, got `{path}`")
@@ -49,7 +49,7 @@ def read_frame(path: Path) -> Frame:
 
 
 def write_frame(path: Path, frame: Frame) -> None:
-    """Write a trace; only real samples go into the long form."""
+    """Write a trace; the long form has only real samples."""
     if path.suffix not in ENDINGS:
         raise ConfigError(f"a trace must be a file that ends in {ENDINGS}, got `{path}`")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def write_frame(path: Path, frame: Frame) -> None:
 
 
 def write_samples(path: Path, samples: Samples) -> None:
-    """Write samples as they came, in long form; equal times and disorder are kept."""
+    """Write samples in long form as they are; equal times and disorder are kept."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -152,7 +152,7 @@ def _read_long(path: Path) -> Frame:
             f"`{path}` must be a readable table with the columns {LONG_COLUMNS}, `ts` and `value` "
             f"as numbers, the others as text, got {error}"
         ) from None
-    # Rows of one metric and machine stand together, in their order.
+    # After sorting, rows of one metric and machine are adjacent, in their original order.
     machine, metric = (text.dictionary_encode() for text in texts)
     machines, metrics = machine.dictionary.to_pylist(), metric.dictionary.to_pylist()
     place = metric.indices.to_numpy().astype(np.int64) * len(machines) + machine.indices.to_numpy()

@@ -1,8 +1,8 @@
-"""The order in which metrics are tried: a decision tree says which of them tell faults best.
+"""Order of metrics: a decision tree ranks the metrics by how well they separate faults.
 
-Source: Minder, arXiv 2411.01791, section 4.3: for every labelled window and metric the largest
-normal score over the machines is the feature, and metrics nearer to the root of a CART come first.
-Depth, leaf size, weights and the treatment of ties are ours.
+Source: Minder, arXiv 2411.01791, section 4.3. The feature of a labelled window and metric is the
+largest normal score over the machines; metrics nearer to the root of a CART are tried first. Depth,
+leaf size, weights and the treatment of ties are ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from planish.minder.detect.preprocess import Limits, prepare
 from planish.minder.lab.cases import Case
 
 _STRIDE_SECONDS = 30
-"""Between two windows of one frame that the tree learns from."""
+"""Seconds between two windows of a frame that train the tree."""
 _MAX_DEPTH = 8
 _MIN_SAMPLES_LEAF = 20
 
@@ -30,23 +30,23 @@ Labels = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Ranked:
-    """One metric's place."""
+    """The rank of one metric."""
 
     metric: str
     depth: int | None
-    """Of its node nearest to the root; None when the tree does not use it."""
+    """Depth of its node nearest to the root; None if the tree does not use the metric."""
     importance: float
-    """Share of the loss of entropy that it brings."""
+    """Share of the tree's decrease in entropy."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """The metrics, and the tree that put them into this order."""
+    """The metrics in order, and the tree."""
 
     ranked: tuple[Ranked, ...]
-    """The one nearest to the root first; what the tree does not use comes last."""
+    """The metric nearest to the root first; metrics that the tree does not use come last."""
     tree: str
-    """Its questions, a line each."""
+    """Text of the tree, a line for each test."""
 
 
 def features(
@@ -57,11 +57,11 @@ def features(
     board: str = "",
     stride: int = _STRIDE_SECONDS,
 ) -> tuple[F64, NDArray[np.int64]]:
-    """Return the features of one frame's windows, and where the windows begin.
+    """Return the features of one frame's windows, and the starts of the windows.
 
     Returns:
-        [W, M], `max_i |z_ij|` of the window's mean over the machines for each metric of the
-        configuration, 0 for one that can not be used;
+        [W, M], `max_i |z_ij|` over the machines of the window's mean, for each configured metric;
+        0 for a metric that can not be used;
         [W] unix seconds.
     """
     prepared = prepare(frame, config, limits, board=board)
@@ -97,7 +97,7 @@ def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tup
         found, starts = features(case.frame, config, limits, board=case.board)
         parts.append(found)
         truth = case.truth
-        # A window belongs to the fault when all of it lies inside.
+        # A window belongs to the fault if all its seconds do.
         is_inside = (starts >= truth.onset) & (starts + WINDOW - 1 <= truth.halt)
         labels.append(is_inside & truth.faulty)
     if not parts:
@@ -106,10 +106,10 @@ def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tup
 
 
 def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -> Order:
-    """Fit the tree to features [W, M] and labels [W] and return the order that it gives.
+    """Return the order of metrics by a tree fitted to features [W, M] and labels [W].
 
     Raises:
-        ConfigError: no window with, or none without a fault.
+        ConfigError: there is no window with a fault, or none without.
     """
     from sklearn.tree import DecisionTreeClassifier, export_text
 

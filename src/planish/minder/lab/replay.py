@@ -1,8 +1,8 @@
-"""A recorded trace, minute by minute, as the service would have seen it.
+"""Replay: calls the detector on a recorded trace, minute by minute, as the service would have.
 
-A file does not say which machines a job had when. A machine belongs to it from its first sample
-on. One that falls silent has left when another one has come in its place; else it stays and is
-reported, whether or not the others go on: only a cluster knows that a job was made smaller.
+A trace does not record which machines belonged to the job at which time. A machine belongs to the
+job from its first sample. A machine that falls silent has left if another machine joined at about
+that time. Otherwise it stays and is reported: only a cluster knows that a job was made smaller.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from planish.minder.detect.result import Result
 from planish.minder.lab.cases import Case
 
 FAULT_KINDS = ("dissimilar", "silent", "job_wide")
-"""Alerts that a replay returns; those about missing telemetry are for the operators of it."""
+"""Kinds of alerts that a replay returns; alerts about the telemetry are left out."""
 
 _TOGETHER_SECONDS = 60
-"""Machines with a sample within this time of the start belong to the job from the start."""
+"""Seconds after the start within which a machine's first sample counts as the start."""
 _CLIPPED_SHARE = 0.01
-"""With a larger share of values beyond them, the limits of a metric are wrong."""
+"""Share of values outside a metric's limits above which the limits are wrong."""
 _REPLACED_SECONDS = 300
-"""A machine that comes within this time of the last sample of another one replaces it."""
+"""Largest time in seconds between one machine's last sample and the first of its replacement."""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """An alert of `FAULT_KINDS` that began to fire."""
+    """An alert of `FAULT_KINDS` that began."""
 
     machine: str
-    """Empty for an event of the whole job."""
+    """Node name; empty for an event of the whole job."""
     time: int
-    """Unix seconds of the call that found it."""
+    """Unix second of the call that raised it."""
     kind: str
     metric: str
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a replay at a unix second."""
+    """One call of the detector during a replay, at a unix second."""
 
     now: int
     result: Result
@@ -57,9 +57,9 @@ class Call:
 
 
 def replay(case: Case, models: Models, config: MinderConfig, *, every: int = 0) -> Iterator[Call]:
-    """Call the detector over and over on a whole trace, each time with what was known by then.
+    """Yield one call after the other on a trace; each sees only the samples before it.
 
-    `every` are the seconds between calls, by default `service.interval_seconds`.
+    `every` is the number of seconds between calls, by default `service.interval_seconds`.
     """
     frame = case.frame
     every = every or config.service.interval_seconds
@@ -69,7 +69,7 @@ def replay(case: Case, models: Models, config: MinderConfig, *, every: int = 0) 
         return
     membership = Membership(frame, config)
     start, stop = int(frame.ts[0]), int(frame.ts[-1]) + 1
-    # The last call sees the end of the trace, a whole step after the one before or not.
+    # The last call is at the end of the trace, even if less than a step after the one before.
     for now in [*range(start + every, stop, every), stop]:
         begun = time.perf_counter()
         machines = membership.at(now)
@@ -86,7 +86,7 @@ def replay(case: Case, models: Models, config: MinderConfig, *, every: int = 0) 
 
 
 def notes_of(results: Sequence[Result]) -> list[str]:
-    """Return what one must know to trust the results of a trace, a line each."""
+    """Return notes that are needed to judge the results of a trace, a line each."""
     count, notes = len(results), []
     clipped: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
@@ -115,7 +115,7 @@ def notes_of(results: Sequence[Result]) -> list[str]:
 
 
 class Membership:
-    """Which machines a job had at a time, as far as its trace shows."""
+    """The machines of a job at each time, as far as its trace shows them."""
 
     def __init__(self, frame: Frame, config: MinderConfig) -> None:
         self.frame = frame
@@ -127,7 +127,7 @@ class Membership:
         self._first = np.where(self._heard.any(axis=0), self._heard.argmax(axis=0), never)
 
     def at(self, now: int) -> tuple[str, ...]:
-        """Return the machines at a time, sorted."""
+        """Return the machines at a unix second, sorted."""
         count = int(np.searchsorted(self.frame.ts, now))
         known = self._first < count
         last = last_rows(self._heard[:count])

@@ -1,9 +1,9 @@
 """Scores of a detector over labelled cases: precision, recall, F1, delays, false alarms.
 
-A case is one job with the truth about it. Its fault is found when a faulty machine is named within
-[onset, halt + 8 min]. A false alarm is any other machine, any alarm before the onset, and any alarm
-in a case without a fault. `first` counts the first alarm of a case only, `strict` every machine
-that is named.
+A case is one job with its truth. A fault is found if a faulty machine is named within [onset, halt
++ 8 min]. An alarm is false if it names a healthy machine, if it comes before the onset, or if the
+case has no fault. `first` counts only the first alarm of a case, `strict` every machine that is
+named.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from planish.minder.lab.cases import Truth
 from planish.minder.lab.replay import Alarm
 
 GRACE_SECONDS = 480
-"""A machine may be named this long after the job has halted."""
+"""Seconds after the job has halted in which a faulty machine may still be named."""
 RESAMPLES = 2_000
-"""Number of bootstrap samples of the cases behind an interval."""
+"""Number of bootstrap samples of the cases."""
 
 Counting = Literal["first", "strict"]
 Counts = NDArray[np.float64]
@@ -31,16 +31,16 @@ Counts = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """What one detector did in one case."""
+    """Alarms of one detector in one case."""
 
     case: str
     fault: Truth | None
-    """None for a healthy job."""
+    """The fault; None for a healthy job."""
     machines: int
     seconds: int
-    """Length of the trace."""
+    """Length of the trace in seconds."""
     alarms: tuple[Alarm, ...]
-    """First alarm of each machine, in the order of time, then of name."""
+    """First alarm of each machine, sorted by time, then by name."""
     call_seconds: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -61,8 +61,8 @@ class CaseOutcome:
     def wrong(self) -> tuple[Alarm, ...]:
         """False alarms.
 
-        A faulty machine that is named too late is neither right nor wrong; an event of the whole
-        job is wrong only where nothing has happened.
+        A faulty machine that is named too late is neither right nor wrong. An event of the whole
+        job is wrong only before the onset or in a case without a fault.
         """
         fault = self.fault
         if fault is None:
@@ -85,7 +85,7 @@ class CaseOutcome:
 
     @property
     def delay(self) -> int | None:
-        """Seconds from the onset to the first right alarm."""
+        """Seconds from the onset to the first right alarm; None if there is none."""
         if self.fault is None or not self.right:
             return None
         return self.right[0].time - self.fault.onset
@@ -100,7 +100,7 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        """Return it as `0.950 (0.920-0.970)`."""
+        """Return text such as `0.950 (0.920-0.970)`."""
         return f"{self.value:.3f} ({self.low:.3f}-{self.high:.3f})"
 
 
@@ -121,8 +121,8 @@ def score(
 ) -> Score:
     """Return precision, recall and F1 with intervals.
 
-    `detectable` leaves faults that no detector of these metrics could name out of hits and misses;
-    their false alarms still count. `seed` is that of the bootstrap.
+    With `detectable`, faults that no detector of these metrics could name are neither hits nor
+    misses; false alarms in their cases still count. `seed` is the seed of the bootstrap.
     """
     total, samples = bootstrap(outcomes, counting, detectable=detectable, seed=seed)
     hits, false, missed = (int(value) for value in total)
@@ -135,9 +135,9 @@ def score(
 def bootstrap(
     outcomes: Sequence[CaseOutcome], counting: Counting, *, detectable: bool = False, seed: int = 0
 ) -> tuple[Counts, Counts]:
-    """Return counts [3] over all cases, and [RESAMPLES, 3] over cases drawn with replacement.
+    """Return counts [3] over all cases, and [RESAMPLES, 3] over resampled cases.
 
-    Cases with and without a fault are drawn apart; equal seeds draw equal cases.
+    Cases with and without a fault are resampled separately; equal seeds give equal samples.
     """
     counts = np.array([outcome.counts(counting) for outcome in outcomes], np.float64).reshape(-1, 3)
     if detectable:
@@ -156,7 +156,7 @@ def bootstrap(
 
 
 def interval(value: Counts, samples: Counts) -> Interval:
-    """Return a figure with the interval that holds 95 % of its bootstrap samples."""
+    """Return a figure with the interval that contains 95 % of its bootstrap samples."""
     low, high = np.quantile(samples, [0.025, 0.975])
     return Interval(float(value), float(low), float(high))
 
@@ -168,7 +168,7 @@ def f1(counts: Counts) -> Counts:
 
 
 def _precision(counts: Counts) -> Counts:
-    """Return 1 where no machine was named: then no name was wrong."""
+    """Return the share of right alarms; 1 if no machine was named, since no name was wrong."""
     named = counts[..., 0] + counts[..., 1]
     return np.where(named > 0, _share(counts[..., 0], named), 1.0)
 
@@ -182,7 +182,7 @@ def _share(part: Counts, whole: Counts) -> Counts:
 
 
 def summary(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
-    """Return every figure of one detector as plain values."""
+    """Return every figure of one detector as JSON values."""
     delays = [outcome.delay for outcome in outcomes if outcome.delay is not None]
     calls = [cost for outcome in outcomes for cost in outcome.call_seconds]
     hours = sum(outcome.machines * outcome.seconds for outcome in outcomes) / 3600
@@ -208,7 +208,7 @@ def summary(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
 
 
 def size_name(machines: int) -> str:
-    """Return the row of a table by size, as 4-7 or 64+."""
+    """Return the name of a group of sizes, e.g. 4-7 or 64+."""
     if machines < 4:
         return "<4"
     low = min(64, 1 << machines.bit_length() - 1)

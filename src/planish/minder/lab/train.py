@@ -1,7 +1,7 @@
-"""Train the models of all metrics on healthy frames of several jobs.
+"""Training: fits the models of all metrics to healthy frames of several jobs.
 
-Source: Minder, arXiv 2411.01791, section 4.2: one model for each metric, unsupervised. The split
-by job, the gate and the fallback are ours.
+Source: Minder, arXiv 2411.01791, section 4.2: one model for each metric, unsupervised. The split by
+job, the quality gate and the fallback are ours.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def train_models(
     *,
     progress: Callable[[str, int, float], None] = lambda metric, epoch, error: None,
 ) -> dict[str, Facts]:
-    """Fit limits and one model for each metric of the configuration, and write them to a folder.
+    """Fit limits and one model for each configured metric, and write them to a folder.
 
-    The frames are of healthy jobs, at least two. `progress` is called with metric, epoch and
-    held-out error.
+    `frames` are of at least two healthy jobs. `progress` is called with metric, epoch and held-out
+    error.
 
     Returns:
-        The facts of each model; metrics that no frame has are left out.
+        The facts of each model; a metric that no frame has is left out.
 
     Raises:
-        ConfigError: fewer than two jobs, or no metric at all.
+        ConfigError: there are fewer than two jobs, or no metric at all.
     """
     train, held_out = split_by_job(frames, training.seed)
     limits: dict[str, tuple[float, float]] = {
@@ -70,7 +70,9 @@ def train_models(
 
 
 def split_by_job(frames: Sequence[Frame], seed: int) -> tuple[list[Frame], list[Frame]]:
-    """Split frames 80 to 20 so that no job is on both sides; ConfigError: fewer than two jobs."""
+    """Split frames 80 to 20 so that no job is on both sides; ConfigError if there are fewer than
+    two jobs.
+    """
     jobs = sorted({frame.job for frame in frames})
     if len(jobs) < 2:
         raise ConfigError(
@@ -88,8 +90,8 @@ def split_by_job(frames: Sequence[Frame], seed: int) -> tuple[list[Frame], list[
 def training_windows(
     frames: Sequence[Frame], name: str, config: MinderConfig, limits: Limits, *, seed: int
 ) -> F32:
-    """Return known windows [M, 8] of one metric, a random part of those of large frames."""
-    # The limits of a model are those of its own frames.
+    """Return the known windows [M, 8] of one metric; large frames give a random subset."""
+    # A model is trained with the limits of its own frames, not with those of the site.
     detect = config.detect.model_copy(update={"metrics": (name,)})
     own = config.model_copy(update={"detect": detect, "limits": {}, "boards": {}})
     generator = np.random.default_rng(seed)

@@ -1,8 +1,8 @@
 """The denoising model: one LSTM-VAE for each metric.
 
 Source: Minder, arXiv 2411.01791, section 4.2: windows of 8 samples, hidden size 4, latent size 8,
-one LSTM layer in encoder and decoder, mean squared error. Optimiser, schedule and the weight of the
-divergence are not published; they are ours.
+one LSTM layer in encoder and decoder, mean squared error. The paper does not give optimizer,
+schedule and weight of the divergence; these are ours.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 F32 = NDArray[np.float32]
 
 _BATCH_ROWS = 8_192
-"""Windows of one forward pass when nothing is learned."""
+"""Windows of one forward pass without gradients."""
 _FIRST_LOGVAR = -6.0
 _START_WINDOWS = 10_000
-"""Windows that each started model sees in an epoch."""
+"""Windows of an epoch in which initial models are compared."""
 _LAST_RATE = 0.02
-"""Share of the learning rate that is left at the end; it falls like half a cosine."""
+"""Share of the learning rate that is left at the end; the rate follows half a cosine."""
 
 
 class LstmVae(nn.Module):
@@ -38,7 +38,7 @@ class LstmVae(nn.Module):
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.LSTM(latent, hidden, batch_first=True)
         self.output = nn.Linear(hidden, width)
-        # Noise as large as the prior's would drown the signal before there is one.
+        # With noise as large as the prior's, the model would learn no signal at first.
         nn.init.constant_(self.logvar.bias, _FIRST_LOGVAR)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,9 @@ class LstmVae(nn.Module):
         return decoded
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the reconstruction, mean and log-variance; without noise z is the mean."""
+        """Return reconstruction, mean and log-variance; without `noise` the latent vector is the
+        mean.
+        """
         mean, logvar = self.encode(x)
         z = mean if noise is None else mean + torch.exp(logvar / 2) * noise
         return self.decode(z, x.shape[1]), mean, logvar
@@ -66,7 +68,7 @@ def divergence(mean: Tensor, logvar: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained."""
+    """Settings of training."""
 
     learning_rate: float = 2e-2
     batch_size: int = 256
@@ -74,28 +76,30 @@ class Training:
     patience: int = 12
     """Epochs without a better held-out error before training stops."""
     beta: float = 1e-5
-    """Weight of the divergence at the end; it grows from 0 over the first third of the epochs."""
+    """Final weight of the divergence; it grows from 0 over the first third of the epochs."""
     grad_clip: float = 1.0
     starts: int = 4
-    """Models that are started; the one that learns fastest in a tenth of the epochs goes on."""
+    """Number of initial models; the one with the smallest error after a tenth of the epochs goes
+    on."""
     max_windows: int = 200_000
-    """A random subset of the training windows this large is used."""
+    """Largest number of training windows; if there are more, a random subset is used."""
     max_seconds: float = math.inf
-    """Of CPU time; no epoch begins after it, by which the learning rate has fallen."""
+    """Longest CPU time in seconds; no epoch begins after it, and the learning rate reaches its
+    minimum by then."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What training ended with."""
+    """Errors at the end of training."""
 
     mse_train: float
     mse_held_out: float
-    """Mean squared error per sample on held-out jobs, of the model that is kept."""
+    """Mean squared error per sample of the best model on held-out jobs."""
     variance_held_out: float
-    """Of the same samples: what a constant would leave."""
+    """Variance of the same samples, which is the error of a constant."""
     divergence: float
-    """Nats; near 0 the latent variable carries no information."""
+    """Divergence in nats; near 0, the latent variable has no information."""
     epochs: int
 
 
@@ -106,9 +110,9 @@ def train_vae(
     *,
     progress: Callable[[int, float], None] | None = None,
 ) -> tuple[LstmVae, Losses]:
-    """Fit a model to windows of healthy jobs, [M, 8] or [M, 8, width], of values in 0 .. 1.
+    """Return a model fitted to windows of healthy jobs, [M, 8] or [M, 8, width], in 0 .. 1.
 
-    `held_out` are windows of other jobs; `progress` is called with each epoch and its held-out
+    `held_out` are windows of other jobs. `progress` is called with each epoch and its held-out
     error.
 
     Returns:
@@ -156,7 +160,7 @@ def _best_start(
     generator: torch.Generator,
     elapsed: Callable[[], float],
 ) -> tuple[LstmVae, torch.optim.Optimizer]:
-    """Start several models, and return the one that learns fastest: some never learn."""
+    """Return the one of several initial models that learns fastest, since some never learn."""
     data, test = (
         part[torch.randperm(len(part), generator=generator)[:_START_WINDOWS]]
         for part in (data, test)

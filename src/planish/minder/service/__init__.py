@@ -1,1 +1,1 @@
-"""The service that watches jobs: Prometheus in, alerts out."""
+"""The service that watches jobs: it reads Prometheus and raises alerts."""

@@ -1,6 +1,6 @@
-"""Ask Alertmanager whether people have silenced an alert.
+"""Client of Alertmanager that asks whether people have silenced an alert.
 
-The rules of Prometheus in `monitoring/rules/minder.yaml` send the alerts; the monitor sends none.
+The monitor sends no alerts itself. The rules of Prometheus in `monitoring/rules/minder.yaml` do.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from planish.minder.service.http import AccessConfig, Deadline, HttpClient
 
 
 class AlertmanagerConfig(AccessConfig):
-    """Where people see and silence alerts; without `url` nobody is asked."""
+    """Address of the Alertmanager in which people silence alerts; without `url` no alert is
+    silenced.
+    """
 
     cluster: str = ""
-    """Value of the label `cluster`; empty where Alertmanager serves only one cluster."""
+    """Value of the label `cluster`; empty if Alertmanager serves only one cluster."""
     honour_silences: bool = True
-    """Do nothing about an alert that is silenced, or that Alertmanager does not have."""
+    """Take no action on an alert that is silenced or that Alertmanager does not have."""
 
 
 class Alertmanager:
-    """One Alertmanager; several threads may ask it."""
+    """Client of one Alertmanager; several threads may use it."""
 
     def __init__(self, config: AlertmanagerConfig) -> None:
         self.config = config
         self._http = HttpClient(config)
 
     def silence(self, alert: Alert, deadline: Deadline) -> str:
-        """Return the id of a silence under which Alertmanager holds an alert; empty for none.
+        """Return the id of a silence that matches an alert; empty if there is none.
 
-        Prometheus adds labels of its own to those of a rule, so the question names only those of
-        the rule.
+        Prometheus adds labels of its own to those of a rule, so the filter has only labels of the
+        rule.
 
         Raises:
-            BackendUnavailable: not known, also where Alertmanager does not have the alert.
+            BackendUnavailable: there is no valid answer, or Alertmanager does not have the alert.
         """
         labels = {"alertname": alert.name, "job_name": alert.job, "node": alert.machine}
         if self.config.cluster:

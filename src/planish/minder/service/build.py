@@ -1,4 +1,4 @@
-"""Put the service together from its configuration, and make single calls with the same parts."""
+"""Builds the service from its configuration; runs single calls with the same parts."""
 
 from __future__ import annotations
 
@@ -35,13 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 def models_of(settings: ServiceSettings) -> Models:
-    """Load the models of all metrics: those of the site, or those that ship with the package."""
+    """Return the models of all metrics: the site's models, or the models that come with the
+    package.
+    """
     folder = Path(settings.models.folder) if settings.models.folder else default_models()
     return load_models(folder, settings.denoise, settings.detect.metrics)
 
 
 def check_queries(settings: ServiceSettings, prometheus: Prometheus, deadline: Deadline) -> None:
-    """Have Prometheus parse all queries; ConfigError names the key of one that it refuses."""
+    """Let Prometheus parse all queries.
+
+    Raises:
+        ConfigError: Prometheus refuses a query; the message names its key.
+    """
     for name, source in settings.sources.items():
         queries = queries_of(source, ["none"], settings.prometheus.series_labels, 5)
         for query in (queries.values, queries.seen, queries.resets):
@@ -50,7 +56,7 @@ def check_queries(settings: ServiceSettings, prometheus: Prometheus, deadline: D
 
 
 def static_jobs(settings: ServiceSettings) -> list[JobInfo]:
-    """Return the jobs that the configuration names."""
+    """Return the jobs that the configuration lists."""
     return [
         JobInfo(j.name, j.namespace, tuple(sorted(set(j.machines))), j.stages, j.started)
         for j in settings.jobs
@@ -58,7 +64,7 @@ def static_jobs(settings: ServiceSettings) -> list[JobInfo]:
 
 
 def find_job(settings: ServiceSettings, name: str) -> JobInfo:
-    """Return the one job of a name or key, from the configuration or from Kubernetes."""
+    """Return the job with a name or key, from the configuration or from Kubernetes."""
     jobs = static_jobs(settings)
     if settings.kubernetes is not None:
         jobs += Cluster.connect(settings.kubernetes).jobs()
@@ -75,10 +81,10 @@ def find_job(settings: ServiceSettings, name: str) -> JobInfo:
 def look(
     monitor: JobMonitor, settings: ServiceSettings, job: JobInfo, *, end: int | None = None
 ) -> Result:
-    """Look at the newest frame of a job, or at the one that ends before `end`.
+    """Return the result for the newest frame of a job, or for the frame that ends before `end`.
 
     Raises:
-        BackendUnavailable: Prometheus does not answer as it must.
+        BackendUnavailable: Prometheus gives no valid answer.
     """
     service = settings.service
     puller = Puller(Prometheus(settings.prometheus), settings.sources, job.key)
@@ -94,7 +100,7 @@ def look(
 
 
 def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) -> Result:
-    """Look at a job once, as the service would in its first call, now or before `end`."""
+    """Return the result that the service's first call for a job would have, now or before `end`."""
     job = find_job(settings, name)
     return look(JobMonitor(job.key, models_of(settings), settings), settings, job, end=end)
 
@@ -143,7 +149,7 @@ def build(settings: ServiceSettings) -> Service:
 
 
 def silences(config: AlertmanagerConfig, stop: threading.Event) -> Callable[[Alert], bool]:
-    """Return what tells whether people have silenced an alert."""
+    """Return the function that tells whether people have silenced an alert."""
     if not (config.url and config.honour_silences):
         return lambda alert: False
     alertmanager = Alertmanager(config)

@@ -1,11 +1,11 @@
 """Configuration of the service: one TOML file for everything that `planish minder serve` does.
 
 [prometheus]          url, token, tenant
-[metrics.cpu_usage]   other queries than the default ones
+[metrics.cpu_usage]   own queries in place of the default ones
 [models]              folder = "/models"
 [[jobs]]              name = "pretrain", machines = [...]     without Kubernetes
-[kubernetes]          jobs are found there when the table exists
-[act] [alertmanager] [server], and the tables of `MinderConfig`: what is detected, and how
+[kubernetes]          if this table exists, the service finds jobs there
+[act] [alertmanager] [server], and the tables of `MinderConfig`: rules of the detector
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ from planish.minder.service.prometheus import PrometheusConfig, check_source
 
 
 class ServerConfig(Section):
-    """The process itself."""
+    """The process: ports, threads, pauses, state."""
 
     host: str = "0.0.0.0"
-    """Address of /healthz, /readyz and /metrics."""
+    """Address on which /healthz, /readyz and /metrics are served."""
     port: int = Field(default=9470, ge=0, le=65_535)
-    """0 picks a free one."""
+    """Port of the pages; 0 picks a free one."""
     concurrency: int = Field(default=4, ge=1)
-    """Calls at the same time."""
+    """Calls that run at the same time."""
     discovery_seconds: int = Field(default=30, ge=1)
-    """Between two searches for jobs."""
+    """Seconds from one search for jobs to the next."""
     min_backoff_seconds: float = Field(default=1.0, gt=0.0)
-    """Pause before a failed call is tried again; doubles each time."""
+    """Seconds before a failed call is repeated; the pause doubles each time."""
     max_backoff_seconds: float = Field(default=60.0, gt=0.0)
-    """Longest of those pauses, and each pause after refused credentials."""
+    """Longest pause in seconds; after refused credentials every pause is this long."""
     stop_seconds: float = Field(default=8.0, gt=0.0)
-    """Calls that last longer than this after SIGTERM are dropped."""
+    """Seconds after SIGTERM in which running calls may end; after that they are dropped."""
     state_file: str = ""
-    """File that keeps the state between restarts; empty: the ConfigMap of `kubernetes`, if any."""
+    """File that keeps the state over restarts; empty: the ConfigMap of `kubernetes`, if any."""
     leader_election: bool = False
-    """Only the replica that holds the lease watches and acts; needs `kubernetes`."""
+    """Let only the replica that holds the lease watch and act; needs `kubernetes`."""
 
 
 class ModelsConfig(Section):
     """Trained models."""
 
     folder: str = ""
-    """Folder that `planish minder train` wrote; empty: the models that ship with the package."""
+    """Folder that `planish minder train` wrote; empty: the models that come with the package."""
 
 
 class StaticJob(Section):
-    """A job that the configuration names; no search in Kubernetes."""
+    """A job that the configuration lists, so that it need not be found in Kubernetes."""
 
     name: str = Field(min_length=1)
     machines: tuple[str, ...] = Field(min_length=1, strict=False)
-    """As the label of the series names them."""
+    """Names of the machines, as in the label of the series."""
     namespace: str = ""
     started: int = Field(default=0, ge=0)
-    """Unix seconds of its last start; 0 when not known."""
+    """Unix seconds of the job's last start; 0 if not known."""
     stages: dict[str, str] = Field(default_factory=dict)
-    """Machine to stage of pipeline parallelism."""
+    """Map from machine to pipeline-parallel stage."""
 
 
 class MetricConfig(Section):
-    """Where one metric is; a key that is not given keeps its default for that metric."""
+    """Query of one metric; a key that is not set keeps the metric's default."""
 
     promql: str = ""
-    """One value for each device or machine; holds `$job_selector` within braces."""
+    """PromQL with one value for each device or machine; contains `$job_selector` within braces."""
     node_label: str = "node"
     node_regex: str = ""
     kind: Kind = "gauge"
@@ -88,12 +88,12 @@ class ServiceSettings(MinderConfig):
 
     prometheus: PrometheusConfig = PrometheusConfig()
     metrics: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Metric to the keys of `MetricConfig` that differ."""
+    """Map from metric to those keys of `MetricConfig` that are set."""
     alertmanager: AlertmanagerConfig = AlertmanagerConfig()
     server: ServerConfig = ServerConfig()
     act: ActConfig = ActConfig()
     kubernetes: KubernetesConfig | None = None
-    """None: jobs are listed in `jobs` and nothing is done to machines."""
+    """Connection to Kubernetes; None: `jobs` lists the jobs, and the monitor takes no actions."""
     models: ModelsConfig = ModelsConfig()
     jobs: tuple[StaticJob, ...] = Field(default=(), strict=False)
 
@@ -120,7 +120,7 @@ class ServiceSettings(MinderConfig):
 
     @cached_property
     def sources(self) -> dict[str, Metric]:
-        """Metric to where it is; those of `detect.metrics`."""
+        """Map from metric to its query, for the metrics in `detect.metrics`."""
         sources = {}
         for name in self.detect.metrics:
             key = f"metrics.{name}"
@@ -134,12 +134,12 @@ class ServiceSettings(MinderConfig):
 
 
 def load_service_config(path: Path) -> ServiceSettings:
-    """Read the configuration of the service."""
+    """Read the configuration of the service from a file."""
     return service_settings(read_settings(path))
 
 
 def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
-    """Return the settings of a table as TOML gives it; ConfigError names the key."""
+    """Return the settings that a TOML table describes; a ConfigError names the wrong key."""
     settings = parsed(ServiceSettings, raw)
     assert settings.sources  # looks at the queries
     return settings

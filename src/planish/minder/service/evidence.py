@@ -1,7 +1,7 @@
-"""What others say of the machines of a job: Kubernetes that a node is down, a board that it failed.
+"""Evidence from other sources: Kubernetes reports nodes that are down, a rule reports GPU errors.
 
-A machine that is silent and whose node is not ready is dead, however many are; a machine that has
-begun to differ while one of its boards reports an error need not differ for minutes.
+A silent machine whose node is not ready is dead, however many machines are. A machine that differs
+while one of its GPUs reports an error is named without waiting for minutes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from planish.minder.detect.preprocess import silent_seconds
 from planish.minder.detect.result import Finding, Result
 
 DEAD_SECONDS = 60
-"""A machine that has given nothing for so long, and whose node is not ready, is dead."""
+"""Seconds without a sample after which a machine is dead if its node is not ready."""
 SUSPECT_SECONDS = 20
-"""A candidate for so long is faulty where one of its boards reports an error."""
+"""Seconds after which a candidate is faulty if one of its GPUs reports an error."""
 
 
 def silent_machines(frame: Frame) -> dict[str, int]:
-    """Return the machines that have been silent for `DEAD_SECONDS`, with the second since which."""
+    """Return the machines that have been silent for `DEAD_SECONDS`, with the second of their last
+    sample.
+    """
     if not frame.num_seconds:
         return {}
     silent, end = silent_seconds(frame), int(frame.ts[-1]) + 1
@@ -36,14 +38,16 @@ def without(frame: Frame, machines: Collection[str]) -> Frame:
 
 
 def suspects(result: Result) -> set[str]:
-    """Return the machines that differ and are not named yet, about whose boards to ask."""
+    """Return the candidates that are not named yet; the caller queries GPU errors for them."""
     named = {finding.machine for finding in result.findings}
     found = {one.machine for one in result.candidates if one.seconds >= SUSPECT_SECONDS}
     return found - named if result.is_judged else set()
 
 
 def confirmed(result: Result, dead: Mapping[str, int], failed: Collection[str]) -> Result:
-    """Return the result with the dead machines and the suspects whose boards failed."""
+    """Return the result with findings for the dead machines and for the suspects with GPU
+    errors.
+    """
     findings = list(result.findings)
     for name, since in dead.items():
         seconds = float(result.end - since)

@@ -1,4 +1,4 @@
-"""Requests whose deadline holds for the whole of them: also a body that trickles in is given up."""
+"""HTTP requests with a deadline for the whole request, also for a body that arrives slowly."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from planish.base.telemetry import redact
 
 _BLOCK_BYTES = 1 << 18
 MAX_BYTES = 256 << 20
-"""Of an answer; 600,000 samples have about 20 MiB."""
+"""Largest body of an answer; 600,000 samples have about 20 MiB."""
 
 
 class AccessConfig(Section):
-    """How to reach a server."""
+    """Address and credentials of a server."""
 
     url: str = ""
-    """As `http://prometheus:9090`, with its path prefix if it has one; empty: there is none."""
+    """URL such as `http:
+    prometheus:9090`, with its path prefix if any; empty: there is no server."""
     bearer_token_file: str = ""
-    """File with a token for the header `Authorization`; read again for every request."""
+    """File with a token for the header `Authorization`; every request reads it again."""
     ca_file: str = ""
-    """Certificates of the authorities that may sign the server's; empty: those of the system."""
+    """File with the certificates of trusted authorities; empty: the system's certificates."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with every request, for instance `X-Scope-OrgID` of the tenant."""
+    """Headers of every request, e.g. `X-Scope-OrgID` of the tenant."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a piece of work must be done."""
+    """Time by which a piece of work must be done."""
 
     at: float
-    """By `time.monotonic()`."""
+    """Seconds of `time.monotonic()`."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the program ends."""
 
@@ -46,11 +47,15 @@ class Deadline:
         return cls(time.monotonic() + seconds, stop or threading.Event())
 
     def sooner(self, seconds: float) -> Deadline:
-        """Return the deadline in `seconds` from now, or this one if that is earlier."""
+        """Return the deadline in `seconds` from now, or this deadline if it is earlier."""
         return Deadline(min(self.at, time.monotonic() + seconds), self.stop)
 
     def left(self) -> float:
-        """Return the seconds that are left; BackendUnavailable: none, or the program ends."""
+        """Return the remaining seconds.
+
+        Raises:
+            BackendUnavailable: none remain, or the program ends.
+        """
         left = self.at - time.monotonic()
         if self.stop.is_set():
             raise BackendUnavailable("the monitor is being stopped", code="stopped")
@@ -60,10 +65,14 @@ class Deadline:
 
 
 class HttpClient:
-    """Connections to one server; several threads may use it."""
+    """Connections to one server; several threads may use them."""
 
     def __init__(self, access: AccessConfig, *, connections: int = 4) -> None:
-        """Take the address; ConfigError: no HTTP URL, or no file of certificates."""
+        """Set the address.
+
+        Raises:
+            ConfigError: the address is no HTTP URL, or the file of certificates is missing.
+        """
         import urllib3
 
         self._access = access
@@ -85,10 +94,10 @@ class HttpClient:
     ) -> tuple[int, bytes]:
         """Return status and body of one request; redirects are not followed.
 
-        `form` holds encoded fields, sent as the body.
+        `form` is the body, as encoded fields.
 
         Raises:
-            BackendUnavailable: no connection, or no whole answer in time.
+            BackendUnavailable: there is no connection, or no complete answer in time.
         """
         import urllib3
 
@@ -124,7 +133,7 @@ class HttpClient:
                         deadline.left()
                     return int(response.status), b"".join(pieces)
                 except BaseException:
-                    # The rest of this answer must not be read as the next one.
+                    # The rest of this answer must not be read as the next answer.
                     response.close()
                     raise
                 finally:
@@ -138,10 +147,10 @@ class HttpClient:
 
 
 def _failure_code(error: Exception) -> str:
-    """Return what kind of failure an exception of the HTTP library is."""
+    """Return the error code for an exception of the HTTP library."""
     from urllib3 import exceptions
 
-    # urllib3 counts a refused connection among its timeouts.
+    # The class for refused connections is a subclass of urllib3's time-outs.
     if isinstance(error, (exceptions.NewConnectionError, ConnectionError)):
         return "connection"
     if isinstance(error, (exceptions.TimeoutError, TimeoutError)):

@@ -1,7 +1,7 @@
-"""One job under watch: a call pulls its metrics, detects, updates alerts and lets the actor act.
+"""One watched job: a call pulls its metrics, detects, updates alerts and lets the actor act.
 
-The result of a call takes effect as a whole or not at all: after the program was asked to end,
-nothing begins any more.
+The result of a call takes effect completely or not at all. No step begins after the program has
+received SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Shared:
-    """What the watches of all jobs share."""
+    """Settings, models and state that the watches of all jobs share."""
 
     settings: ServiceSettings
     models: Models
@@ -43,14 +43,14 @@ class Shared:
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the program ends."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a result takes effect and is acted upon, by one job at a time."""
+    """Held by the job whose result takes effect, until the actor has acted on it."""
     clock: Callable[[], float] = time.monotonic
     has_succeeded: threading.Event = field(default_factory=threading.Event)
     """Set by the first successful call."""
     suspects: Mapping[str, int] = field(default_factory=dict)
-    """Machine to the unix second at which a job named it last."""
+    """Map from machine to the unix second at which a job named it last."""
     lacking: set[str] = field(default_factory=set)
-    """Metrics without any sample in some job; each is logged once, not for every job."""
+    """Metrics that had no sample in some job; each is logged once in all."""
 
     def count_action(self, outcome: ActionOutcome) -> None:
         """Count an action of the actor in the metrics of the monitor."""
@@ -60,7 +60,7 @@ class Shared:
 
 
 class JobWatch:
-    """The watch over one job, call after call."""
+    """Watches one job over many calls."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class JobWatch:
         shared: Shared,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin, or continue from the state of an earlier process unless it is damaged."""
+        """Start, or continue from the state of an earlier process unless that is damaged."""
         self.info = info
         self.job = info.key
         self._source, self._shared = source, shared
@@ -81,9 +81,9 @@ class JobWatch:
         self.last: Result | None = None
         """Result of the last call."""
         self.is_changed = False
-        """Something has happened that must be saved soon."""
+        """True if an alert has begun or ended since the last save."""
         self.is_over = False
-        """The job is no longer watched; a call that is under way must leave no trace."""
+        """True once the job is no longer watched; a running call must then have no effect."""
 
     def _restored(self, state: Mapping[str, Any]) -> tuple[JobMonitor, AlertBook]:
         config, models, detector = self._shared.settings, self._shared.models, self._detector
@@ -100,11 +100,11 @@ class JobWatch:
         return monitor, AlertBook(window)
 
     def now(self) -> float:
-        """Return the time of Prometheus as last seen, carried on by our monotonic clock."""
+        """Return the estimated time of Prometheus: its last time plus our monotonic clock since."""
         return self._shared.clock() + self._ahead
 
     def call(self) -> float:
-        """Look at the job, and return the seconds until the next call; a failure ends no alert."""
+        """Make one call, and return the seconds until the next one. A failed call ends no alert."""
         begun = self._shared.clock()
         config = self._shared.settings.service
         deadline = Deadline.after(config.call_timeout_seconds, self._shared.stop)
@@ -135,7 +135,7 @@ class JobWatch:
         shared.metrics.took("pull", time.perf_counter() - begun)
         if frame.num_seconds:
             self._ahead = float(frame.ts[-1]) + 1 - shared.clock()
-        # The board matters only where limits depend on it.
+        # Only the table `boards` needs the board.
         board = self._source.board(info.machines, deadline) if shared.settings.boards else ""
         dead = self._dead(frame)
         alive = without(frame, dead) if dead else frame
@@ -153,7 +153,7 @@ class JobWatch:
         for stage, seconds in self._detector.seconds.items():
             shared.metrics.took(stage, seconds)
         with shared.lock:
-            # A result that comes too late is dropped: the machines may differ by now.
+            # A late result is dropped, since the machines may have changed.
             deadline.left()
             if self.is_over:
                 raise BackendUnavailable("the job is watched no longer", code="stopped")
@@ -176,14 +176,16 @@ class JobWatch:
         shared.has_succeeded.set()
 
     def _dead(self, frame: Frame) -> dict[str, int]:
-        """Return the machines that are silent and whose nodes are not ready, since when."""
+        """Return the silent machines whose nodes are not ready, with the second of their last
+        sample.
+        """
         silent, actor = silent_machines(frame), self._shared.actor
         if not silent or actor is None:
             return {}
         try:
             down = actor.cluster.nodes_down()
         except ClusterError as error:
-            # Without an answer silence is judged by itself.
+            # Without an answer of Kubernetes, the detector decides by its own rules for silence.
             if "nodes" not in self._said:
                 self._said.add("nodes")
                 logger.warning("nodes_not_known job=%s reason=%r", self.job, str(error)[:300])
@@ -191,7 +193,9 @@ class JobWatch:
         return {name: since for name, since in silent.items() if name in down}
 
     def _use(self, result: Result) -> None:
-        """Update metrics and alerts by the result of a call, and have the alerts acted upon."""
+        """Update metrics and alerts from the result of a call, and let the actor act on the
+        alerts.
+        """
         metrics, info = self._shared.metrics, self.info
         metrics.count("calls", self.job, result.status if result.is_judged else "skipped")
         changed = self.book.update(result, info.machines)
@@ -203,7 +207,7 @@ class JobWatch:
         self._follow(changed, result)
 
     def _tell_skipped(self, result: Result) -> None:
-        """Log each metric that has samples, but not enough, once."""
+        """Log once each metric that has samples, but not enough of them."""
         needed = self._shared.settings.preprocess.min_known_share
         for name, share in sorted(result.known.items()):
             if share and name not in self._said:
@@ -212,7 +216,7 @@ class JobWatch:
                 logger.warning("metric_skipped metric=%s job=%s seconds=%r", name, self.job, told)
 
     def _work_of(self, alert: Alert) -> PodInfo | JobInfo:
-        """Return what names the run and stage that a machine works for, as far as labels do."""
+        """Return the pod or job whose labels name the run and stage of an alert's machine."""
         return next(
             (p for p in self.info.pods if p.machine == alert.machine and p.run_id), self.info
         )
@@ -232,7 +236,7 @@ class JobWatch:
         for alert in [*self.book.alerts(), *(alert for alert in changed if alert.ended)]:
             if actor is None or self._shared.stop.is_set():
                 break
-            # The result grows older while other jobs and alerts have their turn.
+            # The age of the result grows while the actor handles other jobs and alerts.
             outcome = actor.handle(alert, result, int(self.now()))
             if not outcome.has_changed:
                 continue
@@ -252,18 +256,18 @@ class JobWatch:
                 self._follow(self.book.end(), self.last)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a restarted process needs."""
+        """Return the state that a restarted process needs."""
         return {"monitor": self.monitor.to_json(), "alerts": self.book.to_json()}
 
     def _failed(self, error: BackendUnavailable) -> float:
         """Count a failed call; return the seconds until the next one."""
         shared, server = self._shared, self._shared.settings.server
         self._failures += 1
-        # Doubling stops long before the number of failures of a day would overflow.
+        # The exponent is bounded, since a long outage would overflow the float.
         pause = server.min_backoff_seconds * 2.0 ** min(self._failures - 1, 60)
         level = logging.WARNING
         if error.code in REFUSED:
-            # The next try would be refused as well; people have to change something.
+            # The next call would be refused as well, until people change the credentials.
             pause, level = server.max_backoff_seconds, logging.ERROR
         pause = min(server.max_backoff_seconds, pause)
         logger.log(

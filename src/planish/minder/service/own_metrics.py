@@ -1,6 +1,6 @@
-"""Metrics of the monitor about itself and its findings, in a registry of its own.
+"""Metrics of the monitor about itself and its findings, in its own registry.
 
-Series of a job are removed with the job, so that nothing keeps firing for a machine that left.
+The series of a job are removed with the job, so that no alert keeps firing for it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.6, 5.0, 10.0, 30.0, 60.0)
-"""Seconds; 3.6 is the mean time of a call that the paper reports (section 6.4)."""
+"""Upper bounds in seconds; 3.6 is the mean duration of a call in the paper (section 6.4)."""
 TOP = 3
-"""Machines of each metric whose score is exported."""
+"""Number of machines of each metric whose score is exported."""
 _MOST_NODES = 20
-"""Nodes that an alert of a whole job names."""
+"""Most nodes that the alert of a whole job lists."""
 _MACHINE_KINDS = ("dissimilar", "silent")
 _Levels = dict[tuple[str, ...], float]
-"""Label values to the value of a gauge."""
+"""Values of a gauge by label values."""
 
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "last_success_timestamp_seconds": ("Unix time of the last call that was done.", ("job_name",)),
@@ -96,12 +96,12 @@ class OwnMetrics:
         )
         self._lock = threading.Lock()
         self._gauges: dict[str, dict[str, _Levels]] = defaultdict(dict)
-        """Job, empty for none, to the gauges that it has."""
+        """Gauges by job; "" for gauges of no job."""
         self.set("build_info", 1.0, __version__, platform.python_version())
         self.registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """Yield all gauges, for the registry."""
+        """Yield all gauges; the registry calls this."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
@@ -113,23 +113,25 @@ class OwnMetrics:
                 yield family
 
     def text(self) -> bytes:
-        """Return what `/metrics` answers."""
+        """Return the text of the page `/metrics`."""
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry)
 
     def count(self, name: str, *labels: str) -> None:
-        """Add 1 to a counter, named without `minder_` and `_total`."""
+        """Add 1 to a counter; `name` is without `minder_` and `_total`."""
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc()
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Set a gauge that belongs to no job, named without `minder_`."""
+        """Set a gauge that belongs to no job; `name` is without `minder_`."""
         with self._lock:
             self._gauges[""].setdefault(name, {})[labels] = value
 
     def took(self, stage: str, seconds: float) -> None:
-        """Observe one stage of a call: pull, preprocess, denoise, detect or total."""
+        """Observe the duration of one stage of a call: pull, preprocess, denoise, detect or
+        total.
+        """
         self._durations.labels(stage).observe(seconds)
 
     def pulled(self, frame: Frame, intervals: Mapping[str, float]) -> None:
@@ -144,7 +146,7 @@ class OwnMetrics:
             self.set("sample_interval_seconds", seconds, name)
 
     def called(self, result: Result, now: float, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Export the result of a call; `scores`: metric to machine to normal score."""
+        """Export the result of a call; `scores` maps metric to machine to normal score."""
         job = result.job
         usable = dict.fromkeys(result.model_ids, 1.0) | dict.fromkeys(result.skipped, 0.0)
         highest: _Levels = {}
@@ -172,9 +174,9 @@ class OwnMetrics:
         machines: Sequence[str],
         alerts: Sequence[tuple[Alert, PodInfo | JobInfo]],
     ) -> None:
-        """Export which machines of a job have an open alert, and for which work.
+        """Export the open alerts of a job, with the run and stage of each machine.
 
-        The alerting rules read this.
+        The alerting rules read these series.
         """
         levels: _Levels = {
             (job, namespace, machine, kind): 0.0 for machine in machines for kind in _MACHINE_KINDS
@@ -198,7 +200,7 @@ class OwnMetrics:
                 self._counters["calls"].remove(*labels)
 
     def _replace(self, job: str, **gauges: _Levels) -> None:
-        """Set all series that one job has of some gauges."""
+        """Replace all series that one job has in some gauges."""
         with self._lock:
             self._gauges[job] |= gauges
 

@@ -1,9 +1,9 @@
-"""Ask Prometheus for one metric of one job: the queries, the client, and its answers as numbers.
+"""Client of Prometheus: queries for one metric of one job, and their answers as arrays.
 
-Three queries for each metric: its values, the seconds in which there was a sample at all
-(Prometheus repeats the last sample for five minutes, so a dead exporter would look constant), and,
-for counters, where they were reset. `timestamp()` would give more, but older servers evaluate it a
-hundred times slower than a range.
+Each metric needs three queries. `values` gives its values. `seen` gives the seconds with a sample:
+Prometheus repeats the last sample for five minutes, so a dead exporter would look constant.
+`resets` gives the resets of a counter. `timestamp()` would tell more, but older servers evaluate it
+a hundred times slower than a range.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REFUSED = ("401", "403")
-"""Codes that the next try will not change."""
+"""Status codes after which repeating the request does not help."""
 MIN_RATE_SECONDS = 5
-"""Range of a rate at one sample a second."""
+"""Range of a rate in seconds, if there is a sample every second."""
 _MAX_POINTS = 11_000
-"""Points of one series in one answer; Prometheus gives no more."""
+"""Most points of one series that Prometheus returns in one answer."""
 ANSWER_SAMPLES = 16
-"""So many samples that a query loads weigh as much as one of its answer: 600,000 are 20 MiB."""
+"""Number of loaded samples that count as much as one sample of the answer, so that an answer has at
+most about 600,000 samples (20 MiB)."""
 _TOO_LARGE = "422"
-"""Code by which servers refuse a query that loads too much."""
+"""Status code of a query that loads too many samples."""
 _FEW_SAMPLES = 1000
-"""No server refuses so few for their number: the query itself is at fault."""
+"""Number of samples below which a refused query is wrong, rather than too large."""
 _POST_OVER_BYTES = 2000
-"""Longer queries are sent by POST."""
+"""Bytes of a query above which it is sent by POST."""
 _AGGREGATIONS = {"mean": "avg", "min": "min", "max": "max", "sum": "sum"}
 
 
@@ -51,9 +52,9 @@ class Queries:
 
     values: str
     seen: str
-    """A value for each second that has a sample."""
+    """Query with a value for each second that has a sample."""
     resets: str
-    """More than 0 where a counter was reset; empty for gauges."""
+    """Query with a value above 0 where a counter was reset; empty for gauges."""
 
 
 def queries_of(
@@ -61,8 +62,8 @@ def queries_of(
 ) -> Queries:
     """Return the queries for some machines.
 
-    `series_labels` tell exporters of one machine apart; `rate_seconds` is the range of a counter's
-    rate.
+    `series_labels` are the labels that distinguish exporters of one machine. `rate_seconds` is the
+    range of a counter's rate.
     """
     matcher = job_matcher(source, machines)
     series = source.series.replace(JOB_SELECTOR, matcher)
@@ -70,7 +71,8 @@ def queries_of(
     by = ", ".join(dict.fromkeys([source.node_label, *series_labels]))
     value = f"rate({series}[{rate_seconds}s])" if source.kind == "counter" else f"({series})"
     if source.agg == "count":
-        # Of devices with a sample just now: one that has gone is repeated for five minutes.
+        # A lost device's last value is repeated for five minutes, so only devices with a sample
+        # count.
         values = f"count by ({by}) (count_over_time({selector}[{rate_seconds}s]))"
     elif source.agg == "spread":
         values = f"max by ({by}) ({value}) - min by ({by}) ({value})"
@@ -85,12 +87,14 @@ def queries_of(
 
 
 def job_matcher(source: Metric, machines: Sequence[str]) -> str:
-    """Return what replaces `$job_selector`: a matcher of the label that names machines."""
+    """Return the label matcher that replaces `$job_selector`."""
     return node_matcher(source.node_label, machines, has_port=bool(source.node_regex))
 
 
 def node_matcher(label: str, machines: Sequence[str], *, has_port: bool = False) -> str:
-    """Return a matcher of a label that names some machines, perhaps with a port or domain."""
+    """Return a matcher of a label whose value is one of the machines, with a port or domain if
+    `has_port`.
+    """
     names = "|".join(re.escape(name).replace("\\", "\\\\").replace('"', '\\"') for name in machines)
     if has_port:
         names = f"(?:{names})(?:[:./].*)?"
@@ -98,7 +102,11 @@ def node_matcher(label: str, machines: Sequence[str], *, has_port: bool = False)
 
 
 def check_source(source: Metric, key: str) -> None:
-    """Refuse a query that can not be right, without asking Prometheus, which knows the rest."""
+    """Check a query as far as that is possible without Prometheus.
+
+    Raises:
+        ConfigError: the query can not be right.
+    """
     where = f"`{key}.promql`"
     if not source.selector:
         raise ConfigError(
@@ -121,25 +129,27 @@ def check_source(source: Metric, key: str) -> None:
 
 
 class PrometheusConfig(AccessConfig):
-    """Where the metrics of the machines are."""
+    """Prometheus with the metrics of the machines."""
 
     timeout_seconds: float = Field(default=30.0, gt=0.0)
-    """Limit of one query."""
+    """Longest duration of one query in seconds."""
     stale_after_seconds: float = Field(default=5.0, gt=0.0)
-    """A value whose newest sample is older counts as missing."""
+    """Seconds after which the newest sample is too old, so that the value counts as missing."""
     delay_seconds: int = Field(default=2, ge=0)
-    """A call looks at seconds that are at least this old: samples need time to arrive."""
+    """Seconds before now at which a call's window ends, since samples need time to arrive."""
     late_seconds: int = Field(default=30, ge=0)
-    """The next call asks again for this many seconds: some samples come late."""
+    """Seconds at the end of the last window that a call reads again, since some samples come
+    late."""
     max_samples: int = Field(default=10_000_000, ge=1)
-    """Most samples that one query loads, its series times their seconds; longer spans are asked for
-    in pieces. Prometheus takes 50 million (`query.max-samples`), and some need several a sample."""
+    """Most samples that one query may load, i.e. its series times their seconds. A longer span is
+    split into pieces. Prometheus allows 50 million (`query.max-samples`), and counts some samples
+    several times."""
     concurrency: int = Field(default=4, ge=1)
-    """Queries of one call at the same time."""
+    """Queries of one call that run at the same time."""
     board_label: str = "modelName"
-    """Label of the GPU series that names the model of the board, as dcgm-exporter gives it."""
+    """Label of the GPU series with the board's model, as dcgm-exporter sets it."""
     series_labels: tuple[str, ...] = Field(default=("job", "instance"), strict=False)
-    """Labels that tell two exporters of one machine apart."""
+    """Labels that distinguish two exporters of one machine."""
 
 
 @dataclass(frozen=True)
@@ -149,28 +159,28 @@ class Series:
     labels: Mapping[str, str]
     ts: F64
     values: F64
-    """As many; may hold NaN and infinities."""
+    """Values at `ts`; NaN and infinities may occur."""
 
     @property
     def key(self) -> tuple[tuple[str, str], ...]:
-        """The labels without the name of the metric, sorted."""
+        """The labels without the metric's name, sorted."""
         return tuple(sorted((k, v) for k, v in self.labels.items() if k != "__name__"))
 
 
 class Prometheus:
-    """One Prometheus; several threads may ask it."""
+    """Client of one Prometheus; several threads may use it."""
 
     def __init__(
         self, config: PrometheusConfig, *, on_error: Callable[[str], None] = lambda code: None
     ) -> None:
-        """Take the address; `on_error` gets status or kind of each failed question."""
+        """Set the address. `on_error` is called with status or kind of each failed request."""
         self.config, self.on_error = config, on_error
         self._http = HttpClient(config, connections=4 * config.concurrency)
         self._logged: set[str] = set()
         self._max_samples = config.max_samples
 
     def now(self, deadline: Deadline) -> float:
-        """Return the time of Prometheus, unix seconds."""
+        """Return the unix time of Prometheus in seconds."""
 
         def number(data: Any) -> float:
             try:
@@ -181,7 +191,11 @@ class Prometheus:
         return self._ask("/api/v1/query", {"query": "time()"}, deadline, number)
 
     def check(self, query: str, key: str, deadline: Deadline) -> None:
-        """Have Prometheus parse a query; ConfigError: it is no PromQL."""
+        """Let Prometheus parse a query.
+
+        Raises:
+            ConfigError: the query is not PromQL.
+        """
         try:
             self._ask("/api/v1/query", {"query": query}, deadline, lambda data: None)
         except BackendUnavailable as error:
@@ -198,10 +212,11 @@ class Prometheus:
         *,
         series: int = 1,
     ) -> list[Series]:
-        """Return the value of a query at each unix second `start <= t < end`, each series once.
+        """Return the value of a query at each unix second `start <= t < end`, one `Series` for each
+        series.
 
-        How many `series` the query reads bounds what the server loads for one answer. A piece that
-        it refuses as too large is halved, and later pieces are no larger.
+        `series`, the number of series that the query reads, limits the span of one request. If the
+        server refuses a request as too large, its span is halved, for later requests too.
         """
         pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
         most, low = self._max_samples, start
@@ -235,7 +250,7 @@ class Prometheus:
     def _ask(
         self, path: str, fields: Mapping[str, str], deadline: Deadline, read: Callable[[Any], T]
     ) -> T:
-        """Return what `read` makes of the data of one answer; every failure is counted."""
+        """Return `read` of the data of one answer; every failure is counted."""
         deadline = deadline.sooner(self.config.timeout_seconds)
         try:
             seconds = max(1, int(deadline.left()))
@@ -278,7 +293,7 @@ class Prometheus:
             if data["resultType"] != "matrix":
                 raise ValueError(f"resultType is {data['resultType']!r}")
             for item in data["result"]:
-                # Values are text, as "NaN" or "+Inf".
+                # Values are strings such as "NaN" or "+Inf".
                 pairs: Sequence[tuple[float, str]] = item["values"]
                 ts = np.fromiter((pair[0] for pair in pairs), np.float64, len(pairs))
                 values = np.fromiter((float(pair[1]) for pair in pairs), np.float64, len(pairs))

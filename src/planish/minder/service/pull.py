@@ -1,7 +1,7 @@
-"""From Prometheus to the frame of one job, asking in each call only for what is new.
+"""Puller: reads the frame of one job from Prometheus; each call queries only the new seconds.
 
-The server evaluates every query at whole seconds, so nothing has to be aligned here: a cell of the
-frame is the newest sample of that second, unless it is too old, not a number, or lies beside the
+The server evaluates every query at whole seconds, so no alignment is needed. A cell of the frame is
+the newest sample of its second. It is NaN if the sample is too old, not a number, or next to the
 reset of a counter.
 """
 
@@ -38,22 +38,23 @@ from planish.minder.service.prometheus import (
 logger = logging.getLogger(__name__)
 
 _DENSE_SHARE = 0.75
-"""A larger share of seconds with a sample means one sample every second."""
+"""Share of seconds with a sample above which a series has one sample every second."""
 _SAME_SHARE = 0.01
-"""Two exporters that differ by less are averaged."""
+"""Relative difference below which two exporters of one machine are averaged."""
 _RATE_JITTER = 0.1
-"""By which share of a full second a rate of seconds may exceed 1 second in a second."""
+"""Share by which a rate of idle time may exceed one second in a second."""
 _EDGE_INTERVALS = 1.1
-"""How far samples may lie from the ends of a range for Prometheus to count them as full."""
+"""Distance of samples from the ends of a range, in intervals, up to which Prometheus extrapolates
+the rate to the end."""
 RANKS = 16
-"""More ranks are hardly on one machine."""
+"""Upper bound of the ranks on one machine."""
 GPU_ERROR = "MachineGpuError"
-"""Alert of `monitoring/rules/cluster.yaml` about a GPU that reports an error."""
+"""Alert in `monitoring/rules/cluster.yaml` for a GPU that reports an error."""
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Puller:
-    """The last minutes of one job, second by second; keeps them from call to call."""
+    """The last minutes of one job, second by second; earlier seconds are kept from call to call."""
 
     def __init__(
         self,
@@ -63,16 +64,18 @@ class Puller:
         *,
         on_duplicate: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin; `on_duplicate` is called where a series lies over another of its machine."""
+        """Set server, metrics and job; `on_duplicate` is called for two series of one machine that
+        overlap.
+        """
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
         self.on_duplicate = on_duplicate
         self.intervals: dict[str, float] = {}
-        """Metric to the median seconds between its samples."""
+        """Map from metric to the median seconds between its samples."""
         self.seconds_pulled = 0
-        """In the last call."""
+        """Seconds that the last call queried."""
         self._kept: Frame | None = None
         self._counts: dict[str, int] = {}
-        """Metric to the series that its query reads."""
+        """Map from metric to the number of series that its query reads."""
         self._board: tuple[tuple[str, ...], str] = ((), "")
 
     def pull(
@@ -83,10 +86,11 @@ class Puller:
         *,
         end: int | None = None,
     ) -> Frame:
-        """Return the frame of the last `seconds` before `end`, by default now by Prometheus' clock.
+        """Return the frame of the last `seconds` before `end`, by default now on the server's
+        clock.
 
         Raises:
-            BackendUnavailable: no answer to all queries, or a required metric has no sample.
+            BackendUnavailable: a query has no answer, or a required metric has no sample.
         """
         config = self._prometheus.config
         if end is None:
@@ -94,7 +98,7 @@ class Puller:
         names = tuple(sorted(set(machines)))
         first = start = end - seconds
         kept = self._kept
-        # A kept frame that ends after `end` means that the server's clock went back.
+        # If a kept frame ends after `end`, the server's clock went back.
         if kept is not None and set(names) <= set(kept.machines) and start <= kept.ts[-1] < end:
             first = max(start, int(kept.ts[-1]) + 1 - config.late_seconds)
         else:
@@ -107,7 +111,7 @@ class Puller:
             return self._columns([source, *beside], names, (first, end), deadline)
 
         values: dict[str, F32] = {}
-        # Its threads do not keep a process alive that wants to end.
+        # The pool's threads are daemons, so they do not keep an ending process alive.
         with ThreadPool(config.concurrency) as pool:
             for columns in pool.map(ask, self._sources.values(), chunksize=1):
                 values |= columns
@@ -127,7 +131,7 @@ class Puller:
         return frame
 
     def board(self, machines: Sequence[str], deadline: Deadline, *, end: int | None = None) -> str:
-        """Return the model of the boards of most machines; empty where no label names it."""
+        """Return the board model of most machines; empty if no label names one."""
         names, label = tuple(sorted(set(machines))), self._prometheus.config.board_label
         gpu = next((one for one in self._sources.values() if METRICS[one.name].is_gpu), None)
         if gpu is None or not label:
@@ -142,9 +146,10 @@ class Puller:
         return self._board[1]
 
     def waiting(self, frame: Frame, deadline: Deadline) -> dict[str, list[tuple[int, int]]]:
-        """Return when all ranks on a machine only wait for others, within the time of a frame.
+        """Return, by machine, the stretches of a frame in which all ranks of the machine only wait
+        for others.
 
-        Nothing is returned of machines whose ranks do not say what they do.
+        Machines whose ranks do not report their phase are missing.
         """
         nodes = node_matcher("node", frame.machines)
         said = f"planish_rank_phase{{{nodes}}}"
@@ -161,13 +166,13 @@ class Puller:
         return found
 
     def failed_boards(self, machines: Sequence[str], deadline: Deadline) -> set[str]:
-        """Return which machines have a GPU that reports an error, by the rule `MachineGpuError`."""
+        """Return the machines with a GPU that reports an error, by the rule `MachineGpuError`."""
         names = node_matcher("node", machines)
         query = f'ALERTS{{alertname="{GPU_ERROR}",alertstate="firing",{names}}}'
         return {series.labels["node"] for series in self._at(query, deadline)}
 
     def _at(self, query: str, deadline: Deadline, end: int | None = None) -> list[Series]:
-        """Return what a query gives in the last second before `end`, by default now."""
+        """Return the values of a query in the last second before `end`, by default now."""
         if end is None:
             end = math.floor(self._prometheus.now(deadline))
         return self._prometheus.query_range(query, end - 1, end, deadline)
@@ -179,9 +184,9 @@ class Puller:
         span: tuple[int, int],
         deadline: Deadline,
     ) -> dict[str, F32]:
-        """Return [T, N] of a metric and of what is read from the same series beside it.
+        """Return [T, N] of a metric, and of further columns that its series give.
 
-        NaN where no value can be trusted.
+        A cell is NaN if its value can not be trusted.
         """
         config, source = self._prometheus.config, columns[0]
         selector = source.selector.replace(JOB_SELECTOR, job_matcher(source, names))
@@ -198,7 +203,8 @@ class Puller:
         for _ in range(2):
             rate = self._rate_seconds(interval)
             queries = queries_of(source, names, config.series_labels, rate)
-            # A value rests on the samples before it, a rate on those at both its ends.
+            # A gauge depends on the samples before it, a rate on the samples at both ends of its
+            # range.
             before = max(rate, math.ceil(self._stale_after(interval)))
             seen = ask(queries.seen, span[0] - before)
             measured = self._interval(source.name, seen) or interval
@@ -210,7 +216,7 @@ class Puller:
         wide = (span[0] - before, span[1])
         fresh = {}
         for one in seen:
-            # Of each second, how long ago the last one with a sample was; inf before any.
+            # Age of the last second with a sample, for each second; inf before the first one.
             has_sample = np.isfinite(_on_grid(one, wide))
             rows = np.arange(len(has_sample))
             last = np.maximum.accumulate(np.where(has_sample, rows, -1))
@@ -239,7 +245,7 @@ class Puller:
         names: tuple[str, ...],
         span: tuple[int, int],
     ) -> F32:
-        """Return [T, N] of the series of one column, where they are fresh."""
+        """Return [T, N] of the series of one column; NaN where the series are not fresh."""
         by_machine: dict[str, list[F64]] = {}
         for series in answer:
             values = _on_grid(series, span)
@@ -254,14 +260,14 @@ class Puller:
         return array
 
     def _interval(self, name: str, seen: Sequence[Series]) -> float:
-        """Return the median seconds between samples; 0 when there are too few samples."""
+        """Return the median seconds between samples; 0 if there are too few samples."""
         spacings = []
         for series in seen:
             ts = np.unique(series.ts)
             if len(ts) < 4:
                 continue
             if len(ts) < _DENSE_SHARE * (ts[-1] - ts[0] + 1):
-                # A sample just at the end of a second counts for two of them.
+                # A sample at the very end of a second counts for two seconds.
                 ts = ts[np.append(True, np.diff(ts) > 1)]
             spacings.append(float(np.median(np.diff(ts))))
         if not spacings:
@@ -280,7 +286,7 @@ class Puller:
 
     @staticmethod
     def _scale(source: Metric, column: F64) -> None:
-        """Scale one series and remove values that are not possible, in place."""
+        """Scale one series and remove impossible values, in place."""
         had = np.isfinite(column)
         column *= source.scale
         column += source.offset
@@ -300,13 +306,13 @@ class Puller:
         return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)
 
     def _fresh(self, source: Metric, age: F64, interval: float, before: int, rate: int) -> Mask:
-        """Return [T], seconds whose value rests on samples that are new enough."""
+        """Return [T], True for seconds whose value depends on new enough samples."""
         if source.kind == "gauge":
             # The sample lies up to a second before the end of its second.
             gauge: Mask = age[before:] <= self._stale_after(interval) - 1
             return gauge
-        # Prometheus divides what it saw by the whole range: where samples are missing at an end
-        # of it, as after a start or before a death, the rate is too small.
+        # Prometheus divides the increase by the whole range. If samples are missing at an end of
+        # it, e.g. after a start or before a death, the rate is too small.
         covered = age <= _EDGE_INTERVALS * interval - 1
         begin = before - rate + math.ceil(interval)
         counter: Mask = covered[before:] & covered[begin : begin + len(age) - before]
@@ -332,7 +338,7 @@ class Puller:
 
 
 def _on_grid(series: Series, span: tuple[int, int]) -> F64:
-    """Put a series on the seconds `span[0] <= t < span[1]`."""
+    """Return [T], the values of a series at the seconds `span[0] <= t < span[1]`; NaN elsewhere."""
     column = np.full(span[1] - span[0], np.nan)
     rows = np.rint(series.ts).astype(np.int64) - span[0]
     inside = (rows >= 0) & (rows < len(column))

@@ -1,6 +1,7 @@
-"""The service: finds the jobs, watches each of them, keeps the state, and ends in time.
+"""The service: finds the jobs, watches each of them, saves the state, and ends in time.
 
-One schedule is for calls, the other for what must not wait for them (lease, discovery, saving).
+One schedule runs the calls; a second one runs the tasks that must not wait for calls (lease,
+discovery, saving).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from planish.minder.service.state import StateStore, load_jobs, save_jobs
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 60.0
-"""Seconds until a task that raised is tried again."""
+"""Seconds until a task that raised an exception is repeated."""
 _TICK_SECONDS = 5.0
 _SAVE_SECONDS = 600.0
-"""Between two saves of what is learnt. A crash loses no more, and the first call afterwards pulls a
-longer time; what concerns alerts is saved with the next tick."""
+"""Seconds from one save of the baselines to the next. A crash loses at most that much, and the
+first call afterwards pulls a longer time. A change of alerts is saved with the next tick."""
 _RECONCILE_SECONDS = 60.0
 _CONTROL_THREADS = 3
 _GONE_AFTER = 2
-"""A job that is missed so many times in a row has ended."""
+"""Number of consecutive searches without a job after which the job has ended."""
 _HUNG_SECONDS = 120.0
 
 
@@ -46,7 +47,7 @@ class _Task:
 
 
 class TaskSchedule:
-    """Tasks that a few daemon threads do again and again, each never twice at the same time."""
+    """Tasks that a few daemon threads repeat; no task runs twice at the same time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -56,23 +57,23 @@ class TaskSchedule:
         self._threads: list[threading.Thread] = []
 
     def add(self, name: str, action: Callable[[], float], *, after: float = 0.0) -> None:
-        """Do a task from `after` seconds on; it returns the seconds until the next time."""
+        """Add a task that runs in `after` seconds; it returns the seconds until its next run."""
         with self._changed:
             self._tasks[name] = _Task(action, self._clock() + after)
             self._changed.notify_all()
 
     def remove(self, name: str) -> None:
-        """Never do a task again; one that is under way ends by itself."""
+        """Remove a task; if it is running, it ends by itself."""
         with self._changed:
             self._tasks.pop(name, None)
 
     def next_due(self) -> float:
-        """Return when the next task is due; infinity when there is none."""
+        """Return the time at which the next task is due; infinity if there is none."""
         with self._changed:
             return min((t.due for t in self._tasks.values() if not t.is_running), default=math.inf)
 
     def run_next(self, *, by: float = math.inf) -> bool:
-        """Do the next task now if it is due by then; return whether there was one."""
+        """Run the next task if it is due by `by`; return whether one has run."""
         with self._changed:
             waiting = [(t.due, n) for n, t in self._tasks.items() if not t.is_running]
             due, name = min(waiting, default=(math.inf, ""))
@@ -83,7 +84,7 @@ class TaskSchedule:
         try:
             pause = task.action()
         except Exception:
-            # A failure in one job, or a bug, must not end the watch over all others.
+            # A failure in one job, or a bug, must not end the watches of all others.
             logger.exception("task_failed name=%s", name)
             pause = _RETRY_SECONDS
         with self._changed:
@@ -92,14 +93,14 @@ class TaskSchedule:
         return True
 
     def start(self, threads: int, name: str) -> None:
-        """Let threads do the tasks."""
+        """Start threads that run the tasks."""
         for number in range(threads):
             thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Begin no more tasks, and wait as long for those under way."""
+        """Start no more tasks, and wait up to `seconds` for running tasks."""
         end = time.monotonic() + seconds
         with self._changed:
             self._is_stopped = True
@@ -129,15 +130,15 @@ class Service:
         state: StateStore | None = None,
         lease: Lease | None = None,
     ) -> None:
-        """Begin with nothing watched.
+        """Start without watches.
 
         Args:
-            shared: what all watches share.
-            jobs: which jobs there are now; may raise `PlanishError`.
-            source_of: gives the frames of a job.
-            probe: makes the service ready when it returns; raises `PlanishError` otherwise.
-            state: keeps the state of the jobs; None: nothing is kept.
-            lease: chooses one of several replicas; None: this is the only one.
+            shared: settings, models and state that all watches share.
+            jobs: returns the present jobs; may raise `PlanishError`.
+            source_of: returns the source of a job's frames.
+            probe: raises `PlanishError` as long as the service is not ready.
+            state: keeps the state of the jobs; None: no state is kept.
+            lease: elects one of several replicas; None: this is the only replica.
         """
         self.shared = shared
         self._jobs, self._source_of, self._probe = jobs, source_of, probe
@@ -147,16 +148,17 @@ class Service:
         self.watches: dict[str, JobWatch] = {}
         self._missed: dict[str, int] = {}
         self._earlier: dict[str, Any] | None = None
-        """State of jobs of an earlier process that have not been found again; None: not read."""
+        """State of an earlier process, for jobs that have not been found again; None: not read
+        yet."""
         self._is_leading = False
         self._last_save = self._last_tick = shared.clock()
         self._why_not_ready = "no query has been answered yet"
         self._faults: dict[str, str] = {}
-        """What fails now, of `lease` and `discovery`, with the reason."""
+        """Present failure of `lease` and `discovery`: name to reason."""
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Plan all tasks, without a thread; `start` does this too."""
+        """Add all tasks without starting a thread; `start` calls this."""
         self.shared.metrics.set("leading", float(self._lease is None))
         self.shared.metrics.set("jobs", 0.0)
         self.shared.metrics.set("last_discovery_timestamp_seconds", time.time())
@@ -169,17 +171,16 @@ class Service:
             self.control.add("reconcile", self._reconcile, after=_RECONCILE_SECONDS)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self.prepare()
         self.control.start(_CONTROL_THREADS, "control")
         self.calls.start(self.shared.settings.server.concurrency, "call")
 
     def stop(self) -> None:
-        """End within `server.stop_seconds` and a moment, and save the state; calls under way are
-        dropped.
+        """Stop within about `server.stop_seconds` and save the state; running calls are dropped.
 
-        A result takes effect and is acted upon under one lock, and after this none takes effect any
-        more.
+        A result takes effect under one lock, together with its actions. No result takes effect
+        after this.
         """
         seconds = self.shared.settings.server.stop_seconds
         end = time.monotonic() + seconds
@@ -196,7 +197,7 @@ class Service:
             self._lease.release()
 
     def serve_pages(self) -> PageServer:
-        """Serve /healthz, /readyz and /metrics from now on; port 0 picks a free one."""
+        """Start the pages /healthz, /readyz and /metrics; port 0 picks a free one."""
 
         def probe(fault: str) -> StatusPage:
             text = f"not ok: {fault}\n" if fault else "ok\n"
@@ -218,17 +219,17 @@ class Service:
             ) from None
 
     def is_healthy(self) -> bool:
-        """Tell whether the control tasks go on."""
+        """Return whether the control tasks still run."""
         return self.shared.clock() - self._last_tick < _HUNG_SECONDS
 
     def why_not_ready(self) -> str:
-        """Return why nothing can be watched; empty once a query was answered and all else is."""
+        """Return the reason why no job can be watched; empty if the service is ready."""
         if not self.shared.has_succeeded.is_set():
             return self._why_not_ready
         return "; ".join(f"{what}: {reason}" for what, reason in sorted(self._faults.items()))
 
     def _note(self, what: str, reason: str) -> None:
-        """Note that something fails or works; log it once, when that changes."""
+        """Record why `what` fails, or that it works if `reason` is empty; log changes."""
         before = self._faults.pop(what, "")
         if reason:
             self._faults[what] = reason
@@ -239,7 +240,7 @@ class Service:
         return self._lease is None or self._lease.is_leader()
 
     def _probe_once(self) -> float:
-        """Probe until that succeeds once."""
+        """Probe until one probe succeeds."""
         if not self.shared.has_succeeded.is_set():
             try:
                 self._probe(Deadline.after(10.0, self.shared.stop))
@@ -251,7 +252,7 @@ class Service:
         return 3600.0
 
     def _renew(self) -> float:
-        """Renew the lease; begin or end to watch when the leader changes."""
+        """Renew the lease; start or stop watching when the leader changes."""
         assert self._lease is not None
         leads = self._lease.renew()
         self._note("lease", self._lease.fault)
@@ -263,14 +264,14 @@ class Service:
                 with self._lock:
                     for key in list(self.watches):
                         self._drop(key)
-                    # The other replica goes on; its state is read when this one leads again.
+                    # The other replica goes on; its state is read when this replica leads again.
                     self._earlier = None
                     self.shared.metrics.set("jobs", 0.0)
             self.control.add("discover", self._discover)
         return LEASE_SECONDS / 3
 
     def _discover(self) -> float:
-        """Find the jobs; watch new ones, end those that are missing."""
+        """Find the jobs; watch new jobs, and end missing jobs."""
         pause = float(self.shared.settings.server.discovery_seconds)
         self._last_tick = self.shared.clock()
         if not self._leads():
@@ -278,7 +279,7 @@ class Service:
         try:
             jobs = {info.key: info for info in self._jobs()}
         except PlanishError as error:
-            # All jobs stay: none has ended only because the search failed.
+            # A failed search ends no job.
             self._note("discovery", str(error)[:300])
             return min(pause, 10.0)
         self._note("discovery", "")
@@ -306,14 +307,14 @@ class Service:
         logger.info("job_found job=%s machines=%d", info.key, len(info.machines))
         watch = JobWatch(info, self._source_of(info), self.shared, state)
         self.watches[info.key] = watch
-        # Jobs do not all begin at the same second.
+        # The first calls of jobs are spread over an interval.
         digest = hashlib.sha256(info.key.encode()).digest()
         spread = min(60.0, float(self.shared.settings.service.interval_seconds))
         after = spread * int.from_bytes(digest[:4], "big") / 2**32
         self.calls.add(info.key, watch.call, after=after)
 
     def _drop(self, key: str) -> JobWatch:
-        """Stop watching a job; the result of a call that is under way is not used."""
+        """Stop watching a job; the result of a running call is not used."""
         self.calls.remove(key)
         self._missed.pop(key, None)
         watch = self.watches.pop(key)
@@ -323,7 +324,7 @@ class Service:
         return watch
 
     def _reconcile(self) -> float:
-        """Let the actor follow what humans did to the nodes that it cordoned."""
+        """Let the actor clean up after humans who uncordoned nodes."""
         assert self.shared.actor is not None
         if self._leads():
             with self.shared.lock:
@@ -333,7 +334,7 @@ class Service:
         return _RECONCILE_SECONDS
 
     def _keep(self) -> float:
-        """Save what must not be lost."""
+        """Save the state if an alert has changed or the last save is old."""
         self._last_tick = self.shared.clock()
         if self._leads():
             is_changed = any(watch.is_changed for watch in list(self.watches.values()))
@@ -343,12 +344,12 @@ class Service:
         return _TICK_SECONDS
 
     def _save(self) -> None:
-        """Write the state; what fails is tried again with the next save."""
+        """Write the state; a failed write is repeated with the next save."""
         self._last_save = self.shared.clock()
         if self._earlier is None:
             return
         watches = dict(self.watches)
-        # A job that has not been found again yet keeps what is known of it.
+        # A job that has not been found again yet keeps its state.
         jobs = {**self._earlier, **{key: watch.to_json() for key, watch in watches.items()}}
         if save_jobs(self._state, jobs):
             for watch in watches.values():

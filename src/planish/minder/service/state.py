@@ -1,7 +1,7 @@
-"""What the service remembers over a restart: one JSON document, in a file or in a ConfigMap.
+"""State of the service over restarts: one JSON document in a file or a ConfigMap.
 
-It can be rebuilt from the metrics and the annotations of nodes: losing it costs minutes and no
-safety.
+The state can be rebuilt from the metrics and from annotations of nodes. Losing it costs minutes and
+no safety.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class FileState:
     def __init__(self, path: Path) -> None:
         self.path, self.max_bytes = path, float("inf")
         self.known: str | None = ""
-        """What was read or written last; None where the last try failed."""
+        """Document that was read or written last; None if the last try failed."""
 
     def read(self) -> str:
-        """Return the document; empty where there is none yet."""
+        """Return the document; empty if there is none yet."""
         try:
             return store.read(store.file_uri(self.path)).decode(errors="replace")
         except ObjectMissing:
@@ -47,15 +47,15 @@ class ConfigMapState:
     """The document in a ConfigMap that the manifests create; each change is one patch."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        """Use the ConfigMap of that name in the namespace of the monitor."""
+        """Use the ConfigMap `name` in the namespace of the monitor."""
         self._kube, self._place = cluster.kube, (name, cluster.kube.namespace)
-        # A ConfigMap holds 1 MiB.
+        # The API server limits a ConfigMap to 1 MiB.
         self.max_bytes: float = 900_000
         self.known: str | None = ""
-        """What was read or written last; None where the last try failed."""
+        """Document that was read or written last; None if the last try failed."""
 
     def read(self) -> str:
-        """Return the document; empty where there is none yet."""
+        """Return the document; empty if there is none yet."""
         content = self._kube.find(self._kube.core.read_namespaced_config_map, *self._place)
         if content is None:
             name, namespace = self._place
@@ -73,11 +73,11 @@ class ConfigMapState:
 
 
 StateStore = FileState | ConfigMapState
-"""Where the document is."""
+"""Place of the document."""
 
 
 def load_jobs(place: StateStore | None) -> dict[str, Any]:
-    """Return the state of each job; empty when it can not be read or is damaged."""
+    """Return the state of each job; empty if it can not be read or is damaged."""
     if place is None:
         return {}
     try:
@@ -108,9 +108,9 @@ def save_jobs(place: StateStore | None, jobs: Mapping[str, Any]) -> bool:
 
 
 def fit_jobs(jobs: Mapping[str, Any], max_bytes: float) -> dict[str, Any]:
-    """Return the state of the jobs without the baselines of the largest, so that it fits.
+    """Return the state of the jobs in at most `max_bytes`; the largest baselines are left out.
 
-    A baseline is learnt again from the metrics; which alerts are open is not.
+    The monitor can learn a baseline again from the metrics, but not which alerts are open.
     """
     fitting = dict(jobs)
     size = len(json.dumps(jobs))

@@ -51,13 +51,13 @@ class RewardConfig(Section):
     groups finish bit by bit. Where advantages compare a group, such groups add nothing to the
     gradient but count in its denominators."""
     max_verifier_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of verified rows whose verifier may fail before the whole stage fails. A response that
-    takes it too long is wrong, and none of them."""
+    """Largest share of verified rows on which the verifier itself may fail; above it the stage
+    fails. A time-out on a response does not count: it makes the response wrong."""
     accept_integral_decimals: bool = True
-    """`5.0` equals 5."""
+    """Accept `5.0` as 5."""
     verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
-    """Limit of one mathematical comparison, or call of a verifier of your own; its child process
-    is killed after it."""
+    """Longest duration of one mathematical comparison, or of one call of your own verifier; after
+    it the child process is killed."""
     answer_after: str = Field(default="auto", min_length=1)
     """Text behind whose last place a response is judged, such as `</think>`; without it there is
     no answer. `auto`: behind the end of a thought where the prompt or the response opens one."""

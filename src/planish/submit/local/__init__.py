@@ -1,1 +1,1 @@
-"""Runs on this machine: a single run, a list of runs, a run from Python."""
+"""Runs on this machine: one run, a list of runs, a run from Python."""

@@ -78,7 +78,7 @@ def resident_option(parser: argparse.ArgumentParser) -> None:
 def _setting(
     parser: argparse.ArgumentParser, option: str, kind: Any, metavar: str, text: str
 ) -> None:
-    """Add an option whose words become a part of `overrides`, in the order of the command line."""
+    """Add an option whose value is appended to `overrides`, in the order of the command line."""
     parser.add_argument(
         option,
         dest="overrides",
@@ -92,7 +92,7 @@ def _setting(
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
-    """If a signal ends the block, print that the same command goes on where it ended."""
+    """If a signal ends the block, print that the same command continues the run."""
     from planish.run.signals import Terminated, on_signal
 
     def stop(number: int) -> None:
@@ -107,12 +107,12 @@ def resumable() -> Iterator[None]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run to the end and show it; the last line of standard output is JSON."""
+    """Run the pipeline and print its progress; the last line of standard output is JSON."""
     from rich.console import Console
 
     from planish.submit.local.run import show_run
 
-    # Paths, settings and errors may hold brackets: none of them is markup.
+    # Paths, settings and errors may contain brackets, which rich would read as markup.
     console = Console(soft_wrap=True, markup=False, emoji=False)
     with resumable():
         return show_run(options, console)

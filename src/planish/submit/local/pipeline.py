@@ -1,4 +1,4 @@
-"""A whole run as one call, for a notebook: `planish.run_pipeline`."""
+"""A whole run as one function call, e.g. in a notebook: `planish.run_pipeline`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Result:
     accuracy_before: float | None
     """Held-out accuracy before reinforcement learning, 0 to 1; None if it was not measured."""
     accuracy_after: float | None
-    """Held-out accuracy after it, 0 to 1; None if it was not measured."""
+    """Held-out accuracy after reinforcement learning, 0 to 1; None if it was not measured."""
     control: Mapping[str, float] | None
-    """Accuracies after the same time of supervised training instead; None if it did not run."""
+    """Accuracies after the control, which is as much time of supervised training in place of
+    reinforcement learning; None if the control did not run."""
     report: str
     summary: Mapping[str, Any]
-    """The last line of `planish run`."""
+    """JSON of the last line that `planish run` prints."""
 
 
 def run_pipeline(
@@ -39,17 +40,17 @@ def run_pipeline(
 ) -> Result:
     """Run the pipeline on this machine in child processes, and print the progress.
 
-    The same call again goes on where the run ended; finished work is not repeated.
+    A second call with the same arguments continues the run; finished work is not repeated.
 
     Args:
         config: settings that override the preset, as sections (`{"train": {"learning_rate":
             1e-3}}`) or as `{"train.learning_rate": 1e-3}`; or the path of a TOML file.
-        preset: shipped configuration to start from.
+        preset: name of the preset to start from.
         options: options of `planish run` by their names: `root="/tmp/run"`, `iterations=2`,
             `dataset="mine.jsonl"`, `no_control=True`.
 
     Raises:
-        ConfigError: a fault of the settings or the options, or the extra `demo` is missing.
+        ConfigError: settings or options are wrong, or the extra `demo` is missing.
         PlanishError: the run failed.
 
     Example::
@@ -72,12 +73,14 @@ def run_pipeline(
 
 
 def settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the settings of nested tables as `section.key=value`, values as TOML."""
+    """Return the settings of nested tables as `section.key=value`, with values in TOML."""
     return [f"{path}={toml_value(value)}" for path, value in flatten(config).items()]
 
 
 def run_command(words: Sequence[str]) -> Result:
-    """Run `planish run` with these options, print its lines, and return the last line's JSON."""
+    """Run `planish run` with these options, print its output, and return the JSON of its last
+    line.
+    """
     command = [sys.executable, "-m", "planish", "run", *words]
     printed: list[str] = []
     with subprocess.Popen(
@@ -90,7 +93,7 @@ def run_command(words: Sequence[str]) -> Result:
                 sys.stdout.flush()
                 printed += filter(None, [line.strip()])
         except BaseException:
-            # Its tasks end with it, and then the block does.
+            # The tasks of the run end with the process.
             process.terminate()
             raise
     if process.returncode != 0:

@@ -1,4 +1,4 @@
-"""Progress of a run: one line for each ended task, read from the root."""
+"""Progress of a run: one line for each ended task, read from the run root."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SAMPLING = re.compile(
 """Log line that a rollout task writes every few seconds."""
 
 WORK_SECONDS = {"rollout": "sample_seconds", "train": "update_seconds"}
-"""Stage to the metric with its seconds without process start, imports and loading."""
+"""Map from stage to the metric of its working seconds, without process start, imports and
+loading."""
 
 FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "curate": (
@@ -55,11 +56,11 @@ FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("accuracy_after", "after", "{:.3f}"),
     ),
 }
-"""Stage to the content of its progress line: (metric, words, format)."""
+"""Map from stage to the content of its progress line: (metric, text, format)."""
 
 
 def read_tasks(root: str, since: float) -> list[TaskLog]:
-    """Return the ended attempts that began after `since` (Unix seconds), in order of their end."""
+    """Return the ended attempts that began after `since` (Unix seconds), ordered by their end."""
     tasks = []
     for uri in store.list_uris(layout.logs(root) + "/"):
         if not uri.endswith(".json"):
@@ -67,7 +68,7 @@ def read_tasks(root: str, since: float) -> list[TaskLog]:
         try:
             entry: dict[str, Any] = json.loads(store.read(uri))
         except (ValueError, OSError):
-            continue  # it is being replaced at this very moment: the next look sees it
+            continue  # the stage replaces the file at this moment; the next call reads it
         if entry["state"] == "running" or entry["start_seconds"] < since:
             continue
         tasks.append(TaskLog(**{n: entry[n] for n in TaskLog.__annotations__ if n in entry}))
@@ -75,7 +76,7 @@ def read_tasks(root: str, since: float) -> list[TaskLog]:
 
 
 def progress_line(task: TaskLog, elapsed: float) -> str:
-    """Return the line about one ended task."""
+    """Return the progress line of one ended task."""
     where = f"iteration {task.iteration}" if task.iteration else ""
     name = f"{task.stage} {task.shard + 1}" if task.stage == "rollout" else task.stage
     facts = [
@@ -113,7 +114,7 @@ def rows_facts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def sampling_line(log: str) -> str:
-    """Return the newest progress of sampling in a log, or ""."""
+    """Return the newest progress of sampling in a log; "" if there is none."""
     found = SAMPLING.findall(log)
     if not found:
         return ""
@@ -131,13 +132,13 @@ def watch(
 ) -> list[TaskLog]:
     """Print one line for each task until the run ends; return the tasks of this run.
 
-    On a terminal the last line shows the progress of current sampling. `begin` is called once,
-    after the first task has succeeded: from then on the root belongs to this run.
+    On a terminal the last line shows the progress of sampling. `begin` is called once, after the
+    first task has succeeded, since the root then belongs to this run.
     """
     began = time.time()
     shown: dict[tuple[int, str, int], TaskLog] = {}
     told, sampling, alerts = 0, "", set(open_alerts(root))
-    # `console.is_terminal` is true of a pipe where FORCE_COLOR is set, as in notebooks and CI.
+    # `console.is_terminal` is also True for a pipe if FORCE_COLOR is set, as in notebooks and CI.
     with console.status("") if console.file.isatty() else nullcontext() as status:
         while True:
             ended = process.poll() is not None
@@ -169,7 +170,9 @@ def watch(
 
 
 def seconds_by_stage(tasks: Sequence[TaskLog]) -> dict[str, float]:
-    """Return wall seconds by stage; shards that ran side by side count once, from first to last."""
+    """Return wall seconds by stage; parallel shards count once, from the first start to the last
+    end.
+    """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for task in tasks:
         spans[task.stage, task.iteration].append((task.start_seconds, task.end_seconds))
@@ -180,7 +183,9 @@ def seconds_by_stage(tasks: Sequence[TaskLog]) -> dict[str, float]:
 
 
 def work_seconds(tasks: Sequence[TaskLog]) -> float:
-    """Return the seconds of sampling and updating; among parallel shards the slowest counts."""
+    """Return the seconds of sampling and updating; among parallel shards only the slowest
+    counts.
+    """
     slowest: dict[tuple[str, int], float] = defaultdict(float)
     for task in tasks:
         metric = WORK_SECONDS.get(task.stage, "")

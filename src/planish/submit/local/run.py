@@ -1,7 +1,7 @@
-"""Run the pipeline on this machine and print one line for each stage: `planish run`.
+"""The command `planish run`: runs the pipeline on this machine and prints a line for each stage.
 
-kfp's local runner runs the pipeline of a cluster in a child process, whose output goes to a log
-file. This module watches the run root, prints progress, and measures the control.
+kfp's local runner runs the pipeline in a child process whose output goes to a log file. This module
+watches the run root, prints progress, and runs the control.
 """
 
 from __future__ import annotations
@@ -33,26 +33,30 @@ from planish.submit.local.progress import seconds_by_stage, watch, work_seconds
 
 PACKAGE = Path(__file__).resolve().parents[2]
 TRACKER_SECONDS = 60.0
-"""Seconds for trackers to write the rest of an ended run."""
+"""Seconds in which trackers may write the rest of an ended run."""
 OWN_OPTIONS = ("command", "no_control", "track", "no_track")
-"""Options of this command that the local runner lacks."""
+"""Options of this command that the local runner does not have."""
 
 
 def pipelines_folder() -> Path:
-    """Return the folder of `pipelines` and `components`: in the wheel, else in the checkout."""
+    """Return the folder with `pipelines` and `components`, in the wheel or else in the checkout."""
     shipped = PACKAGE / "_pipelines"
     return shipped if shipped.is_dir() else PACKAGE.parents[1]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of child processes, which excludes other folders named `pipelines`."""
+    """Return the environment of child processes, in which other folders named `pipelines` cannot
+    shadow ours.
+    """
     places = [str(pipelines_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(places), "PYTHONSAFEPATH": "1"}
     return {"OMP_NUM_THREADS": "1", **os.environ, **ours}
 
 
 def default_root(arguments: argparse.Namespace) -> str:
-    """Return the folder of a run: one for each seed, preset and choice of data."""
+    """Return the URI of a run's default folder, which depends on seed, preset, data and other
+    choices.
+    """
     choice = [arguments.config, arguments.overrides, arguments.model, arguments.dataset]
     choice += [str(arguments.iterations), str(arguments.shards)]
     choice += filter(None, [arguments.dataset_map])
@@ -62,7 +66,7 @@ def default_root(arguments: argparse.Namespace) -> str:
 
 
 def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes]:
-    """Start the local runner with its output in `log_path`."""
+    """Start the local runner; its output goes to `log_path`."""
     command = [sys.executable, "-m", "pipelines.local"]
     for name, value in vars(arguments).items():
         if name in OWN_OPTIONS or value is None or value is False or value == "":
@@ -75,7 +79,9 @@ def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen
 
 
 def start_follower(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes] | None:
-    """Start the follower that writes the run's curves to its trackers; None without trackers."""
+    """Start the process that writes the run's curves to trackers; return None if there are no
+    trackers.
+    """
     trackers = arguments.track or ["tensorboard"] * (find_spec("tensorboard") is not None)
     if arguments.no_track or not trackers:
         return None
@@ -92,7 +98,7 @@ def start_follower(arguments: argparse.Namespace, log_path: Path) -> subprocess.
 
 
 def end_follower(follower: subprocess.Popen[bytes], console: Console, log_path: Path) -> None:
-    """Flush the trackers and end them; their failures never fail the run."""
+    """Let the trackers write the rest, then end them; their failures never fail the run."""
     follower.terminate()
     try:
         code = follower.wait(TRACKER_SECONDS)
@@ -104,7 +110,9 @@ def end_follower(follower: subprocess.Popen[bytes], console: Console, log_path: 
 
 
 def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
-    """Spend `seconds` on more supervised training of the same start instead; return its scores."""
+    """Continue supervised training for `seconds` from the start of reinforcement learning; return
+    its scores.
+    """
     command = [sys.executable, "-m", "planish.stages.sft.control", root, f"{seconds:.1f}"]
     with log_path.open("ab") as log:
         done = subprocess.run(
@@ -115,19 +123,19 @@ def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
 
 
 def read_summary(root: str) -> dict[str, Any]:
-    """Return the summary that the report stage wrote about the run."""
+    """Return the summary of the run that the report stage wrote."""
     uri = f"{layout.report(root)}/summary.json"
     summary: dict[str, Any] = json.loads(store.read(uri))
     return summary
 
 
 def tiny_preset(name: str) -> str:
-    """Return the preset of a run: the tiny preset if only an algorithm is named."""
+    """Return the preset of a run; a name of an algorithm means its tiny preset."""
     return f"{name}-tiny" if f"{name}-tiny" in preset_names() else name
 
 
 def open_log(root: str) -> Path:
-    """Return a new file for the output of a run, so that runs never share a log."""
+    """Return the path of a new log file, which no other run uses."""
     logs = Path("runs/logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     prefix = f"{hashlib.sha256(root.encode()).hexdigest()[:8]}-"
@@ -137,7 +145,7 @@ def open_log(root: str) -> Path:
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run to the end and print the progress; return the exit code."""
+    """Run the pipeline and print the progress; return the exit code."""
     if find_spec("kfp") is None:
         raise ConfigError("the extra `demo` must be installed: pip install 'planish[demo]'")
     arguments.preset = tiny_preset(arguments.preset)
@@ -179,7 +187,7 @@ def finish(
     log_path: Path,
     console: Console,
 ) -> int:
-    """Measure the control and print the result of a successful run."""
+    """Run the control and print the result of a successful run."""
     stages = seconds_by_stage(tasks)
     summary = read_summary(arguments.root)
     result: dict[str, Any] = {
@@ -196,7 +204,7 @@ def finish(
     learning = work_seconds(tasks)
     traced = any(task.metrics.get("num_traces") for task in tasks if task.stage == "curate")
     if not arguments.no_control and learning > 0 and traced:
-        # Only what draws a control needs a stage in this process.
+        # Only drawing a control needs this import of a stage.
         from planish.stages.report.stage import add_control
 
         control = run_control(arguments.root, learning, log_path)
@@ -208,7 +216,7 @@ def finish(
         )
         result["control"] = control
     elif summary.get("control"):
-        # Of an earlier call; reports of earlier versions have none.
+        # This is the control of an earlier call; reports of earlier versions have none.
         result["control"] = summary["control"]
     result["seconds"] = round(time.monotonic() - began, 1)
     result["seconds_by_stage"] = stages

@@ -1,4 +1,4 @@
-"""Run a list of runs from a file, on this machine or on a cluster: `planish sweep`.
+"""The command `planish sweep`: runs a list of runs from a file, here or on a cluster.
 
 ::
 
@@ -33,9 +33,9 @@ class RunSettings(Section):
     """Settings of one run of a sweep, or of all its runs."""
 
     preset: str | None = None
-    """Shipped configuration to start from; None takes the default."""
+    """Preset to start from; None takes the default."""
     iterations: int | None = None
-    """Iterations of each run; None takes those of the profile."""
+    """Number of iterations of each run; None takes the number of the profile."""
     seed: int | None = None
     """Seed of every random choice; None takes the default."""
     overrides: dict[str, Any] = Field(default={})
@@ -43,24 +43,28 @@ class RunSettings(Section):
 
 
 class SweepRun(RunSettings):
-    """One run; missing settings are those of the sweep."""
+    """Settings of one run; a missing setting has the value of the sweep."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Folder below the root of the sweep."""
+    """Name of the run, which is also its folder below the root of the sweep."""
 
 
 class Sweep(RunSettings):
     """A list of runs, and their common settings."""
 
     runs: list[SweepRun] = Field(min_length=1)
-    """Runs in the order of execution."""
+    """The runs, in the order in which they are executed."""
 
 
 Progress = Callable[[str, int, int], None]
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str]:
-    """Run or submit all runs, and yield a table of them; Ended: a run failed."""
+    """Run or submit all runs, and yield a table of them.
+
+    Raises:
+        Ended: a run failed.
+    """
     sweep = parse_section(Sweep, read_toml(Path(options.file)), section="sweep")
     names = [each.name for each in sweep.runs]
     if len(set(names)) < len(names):
@@ -94,13 +98,13 @@ def run(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str
 
 
 def _given(part: RunSettings) -> dict[str, Any]:
-    """Return what a table of the file sets, settings by `section.key` among the others."""
+    """Return the settings in a table of the file; overrides are entries `section.key`."""
     given = part.model_dump(exclude_unset=True, exclude={"name", "runs", "overrides"})
     return {**given, **flatten(part.overrides)}
 
 
 def _run_here(root: str, given: Mapping[str, Any]) -> list[Any]:
-    """Do a run unless it has been done with the same settings, and return its accuracies."""
+    """Execute a run unless it was done with the same settings; return its accuracies."""
     parameters, overrides = _split(given)
     words = [f"--{name}={value}" for name, value in parameters.items()]
     words += [word for setting in overrides for word in ("-o", setting)]
@@ -118,7 +122,7 @@ def _run_here(root: str, given: Mapping[str, Any]) -> list[Any]:
 
 
 def _submit(root: str, given: Mapping[str, Any], more: Sequence[str], progress: Progress) -> str:
-    """Submit a run with more options of `planish submit`, and return its id."""
+    """Submit a run with further options of `planish submit`; return its id."""
     parameters, overrides = _split(given)
     words = ["submit", root, "--experiment", root.split("/")[-2]]
     if iterations := parameters.pop("iterations", None):

@@ -1,4 +1,4 @@
-"""Code of a response and the tests of its row, in two processes that confined themselves.
+"""Runs the code of a response and the tests of its row in two confined processes.
 
-The tests get only plain data from the code; the code can patch or kill only its own process.
+The tests get only plain data from the code. The code can change or kill only its own process.
 """

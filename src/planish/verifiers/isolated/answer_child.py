@@ -1,6 +1,6 @@
 """The process with the code of a response: it runs the code, then serves requests of the tests.
 
-It confines itself before it reads the code. Its replies are untrusted.
+The process confines itself before it reads the code. Its replies are untrusted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planish.verifiers.isolated.confine import begin
 from planish.verifiers.isolated.values import decode, encode
 
 MAX_KEPT = 10_000
-"""Number of values that the tests may refer to."""
+"""Most values that the tests can refer to."""
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
@@ -29,7 +29,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "next": next,
     "text": str,
 }
-"""Operations of tests on a value that is no plain data."""
+"""Operations of tests on a value that is not plain data."""
 
 
 def serve(requests: Any, reply: Callable[[dict[str, Any]], None], names: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def serve(requests: Any, reply: Callable[[dict[str, Any]], None], names: dict[st
             arguments = [decode(a, kept.__getitem__) for a in request["arguments"]]
             named = {k: decode(a, kept.__getitem__) for k, a in request["named"].items()}
             result = _OPERATIONS[request["operation"]](target, *arguments, **named)
-            # The tests see what a function did to lists that it was given.
+            # The tests also see the changes that a function made to lists in its arguments.
             after = [encode(a, name_of) for a in arguments]
             reply({"result": encode(result, name_of), "arguments": after})
         except BaseException as error:
@@ -62,7 +62,7 @@ def serve(requests: Any, reply: Callable[[dict[str, Any]], None], names: dict[st
 
 
 def main() -> None:
-    """Confine this process, run the code, serve or end."""
+    """Confine this process, run the code, then serve requests or end."""
     requests, reply = begin()
     request = json.loads(requests.readline())
     stdin = request["stdin"]

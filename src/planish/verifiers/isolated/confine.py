@@ -1,11 +1,11 @@
-"""Confinement of a process: no network, no new process, no file but its scratch folder.
+"""Confinement of a process: no network, no new process, no files except its scratch folder.
 
-It uses three features of Linux that need no privilege and that default container profiles allow:
-resource limits, Landlock (files) and a seccomp filter (system calls). It does not use user
+Confinement uses three features of Linux that need no privilege and that default container profiles
+allow: resource limits, Landlock (files) and a seccomp filter (system calls). It does not use user
 namespaces, because default container profiles forbid them.
 
-This file and its neighbours import only the standard library: they run in an interpreter without
-site packages. Names of files stay visible: Landlock guards contents, not names.
+This file and its neighbours import only the standard library, since they run in an interpreter
+without site packages. Names of files stay visible: Landlock guards contents, not names.
 
 Source: Linux, Documentation/userspace-api/landlock.rst and seccomp_filter.rst.
 """
@@ -22,25 +22,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MEMORY_BYTES = 1 << 30
-"""Address space of a process."""
+"""Limit of a process's address space in bytes."""
 FILE_BYTES = 4 << 20
 OPEN_FILES = 64
 
 _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom")
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ, _WRITE = 1 << 2 | 1 << 3, 1 << 1 | 1 << 2 | 1 << 3 | 1 << 5 | 1 << 8
-"""Rights to read files and folders; rights to write, remove and make regular files too."""
+"""Rights to read files and folders, and further rights to write, remove and make regular files."""
 _TRUNCATE = 1 << 14
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Version of Landlock -> number of its rights over files; from 5 on 16."""
+"""Number of rights on files by version of Landlock; 16 from version 5."""
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 38, 22, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
-"""Results of a filter: allow; EPERM; kill the process."""
+"""Results of a filter: allow the call; refuse it with EPERM; kill the process."""
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine -> its number in audit.h, its column below."""
+"""Machine names, each with the number in audit.h and the column in the tables below."""
 _CALLS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
     "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222),
@@ -67,30 +67,31 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "getrandom": (318, 278), "statx": (332, 291), "close_range": (436, 436),
     "faccessat2": (439, 439),
 }  # fmt: skip
-"""System calls that are always allowed: number on each machine."""
+"""System calls that are always allowed, each with its number on each machine."""
 _GUARDED: dict[str, tuple[int | None, int | None]] = {
     "open": (2, None), "openat": (257, 56), "ioctl": (16, 29), "fcntl": (72, 25),
     "kill": (62, 129), "tgkill": (234, 131), "sendto": (44, 206), "prlimit64": (302, 261),
 }  # fmt: skip
-"""System calls that are allowed with some arguments."""
+"""System calls that are allowed with some arguments, each with its number on each machine."""
 _IOCTLS = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B)
-"""Allowed ioctls: terminal check, its size, blocking mode, close on exec, bytes to read."""
+"""Allowed ioctls: terminal check, terminal size, blocking mode, close on exec, bytes to read."""
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
-"""Allowed fcntls: copies, flags, locks, size of a pipe; not the owner of a file's signals."""
+"""Allowed fcntls: copies, flags, locks, pipe size. The owner of a file's signals is not among
+them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CannotConfine(Exception):
-    """This machine lacks a feature for confinement; nothing was run."""
+    """This machine lacks a feature for confinement; no code was run."""
 
 
 def begin() -> tuple[Any, Callable[[dict[str, Any]], None]]:
-    """Confine this process by its arguments, and report that it is ready.
+    """Confine this process as its arguments say, and report that it is ready.
 
     Returns:
         The stream of requests, line by line, and a function that sends a reply. Code that runs
-                here later gets neither as a standard stream.
+        here later has neither of them as a standard stream.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     requests = os.fdopen(os.dup(0), encoding="ascii")
@@ -111,7 +112,7 @@ def begin() -> tuple[Any, Callable[[dict[str, Any]], None]]:
 
 
 def confine(scratch: str, cpu_seconds: int) -> None:
-    """Confine this process for the rest of its life. No other thread may run yet.
+    """Confine this process for the rest of its life; it must have only one thread.
 
     Args:
         scratch: absolute path of the only writable folder; becomes the current folder.
@@ -132,7 +133,7 @@ def confine(scratch: str, cpu_seconds: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
-    # Dies with the process that waits for it; gives its memory to nobody; gains nothing by exec.
+    # The process dies with its parent; no other process can read its memory; exec gives no rights.
     for option, value in ((_PR_SET_PDEATHSIG, 9), (_PR_SET_DUMPABLE, 0), (_PR_SET_NO_NEW_PRIVS, 1)):
         if _libc.prctl(option, value, 0, 0, 0):
             raise CannotConfine(f"prctl {option}, got {os.strerror(ctypes.get_errno())}")
@@ -158,7 +159,7 @@ def restrict_files(readable: Sequence[str], scratch: str) -> None:
             f"{os.strerror(ctypes.get_errno())}"
         )
     rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
-    # Files; TCP from version 4 on; abstract sockets and signals from version 6 on.
+    # Rights on files; on TCP from version 4; on abstract sockets and signals from version 6.
     parts = (rights, *((3,) if version >= 4 else ()), *((3,) if version >= 6 else ()))
     rules = struct.pack(f"{len(parts)}Q", *parts)
     ruleset = _libc.syscall(_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
@@ -203,7 +204,7 @@ def filter_program(machine: str, pid: int) -> bytes:
         (equal, 1, 0, architecture),
         (end, 0, 0, _KILL),
         (load, 0, 0, 0),
-        # The 32-bit numbers of x86_64 are other calls.
+        # Call numbers from here on are 32-bit calls of x86_64.
         (at_least, 0, 1, 0x40000000),
         (end, 0, 0, _REFUSE),
     ]
@@ -212,7 +213,7 @@ def filter_program(machine: str, pid: int) -> bytes:
             code += [(equal, 0, 1, numbers[column] or 0), (end, 0, 0, _ALLOW)]
 
     def guard(name: str, body: list[tuple[int, int, int, int]]) -> None:
-        """Add a call whose arguments `body` looks at; it must end in answers."""
+        """Add a call whose arguments `body` checks; `body` must end in results."""
         number = _GUARDED[name][column]
         if number is not None:
             code.extend([(equal, 0, len(body), number), *body])
@@ -223,7 +224,8 @@ def filter_program(machine: str, pid: int) -> bytes:
 
     yes, no = (end, 0, 0, _ALLOW), (end, 0, 0, _REFUSE)
     for name, index in (("open", 1), ("openat", 2)):
-        # To truncate a file opened for reading: Landlock sees that from version 3 on only.
+        # Opening for reading with O_TRUNC is refused here, since Landlock checks it only from
+        # version 3.
         wanted = os.O_TRUNC | os.O_ACCMODE
         truncates = [(and_with, 0, 0, wanted), (equal, 0, 1, os.O_TRUNC), no, yes]
         guard(name, [argument(index), *truncates])
@@ -232,7 +234,8 @@ def filter_program(machine: str, pid: int) -> bytes:
         guard(name, [argument(1), *tests, no])
     for name in ("kill", "tgkill"):
         guard(name, [argument(0), (equal, 0, 1, pid), yes, no])
-    # No address: asyncio writes to its own pair of sockets. No new limit: only look.
+    # sendto only without an address (asyncio uses its pair of sockets); prlimit64 only to read
+    # limits.
     for name, index in (("sendto", 4), ("prlimit64", 2)):
         halves = [argument(index), (any_bit, 2, 0, 0xFFFFFFFF), argument(index, high=True)]
         guard(name, [*halves, (equal, 1, 0, 0), no, yes])

@@ -1,10 +1,10 @@
 """Verifier that runs the code of a response with the tests of its row.
 
-A ground truth is one of two things: Python source with assertions, functions `test_...` or classes
-of unittest; or JSON with `inputs` and `outputs`, of programs that read standard input, or, with
-`fn_name`, of a function. The last block between triple backticks of a response is its code.
+A ground truth is either Python source with assertions, functions `test_...` or classes of unittest;
+or JSON with `inputs` and `outputs`. The JSON describes programs that read standard input or, with
+`fn_name`, calls of a function. The code of a response is its last block between triple backticks.
 
-The code has no packages: it gets the standard library of Python, one process without threads, no
+The code has no packages. It gets the standard library of Python, one process without threads, no
 network, and a folder that is removed afterwards.
 
 Source: the layout of `inputs`, `outputs`, `fn_name` is that of APPS, arXiv 2105.09938.
@@ -41,7 +41,7 @@ START_SECONDS = 60.0
 
 _BLOCK = re.compile(r"```[ \t]*[a-zA-Z0-9]*[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 
-# The parent packages are there without what their own files import: that alone would take longer
+# The parent packages exist without running their `__init__.py`, whose imports would take longer
 # than most responses run.
 _BOOT = """
 import sys, types
@@ -94,12 +94,12 @@ def succeeded():
 
 @dataclass(frozen=True)
 class PythonTests:
-    """Tests of a row: one of the two fields is set."""
+    """Tests of a row; exactly one of the two fields is set."""
 
     source: str = ""
     """Tests in Python."""
     programs: tuple[tuple[str, str], ...] = ()
-    """(standard input, standard output) of each run of a program."""
+    """(standard input, expected standard output) of each run of a program."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -150,7 +150,10 @@ def extract_code(response: str) -> str | None:
 
 
 def verify_python_tests(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Right if every test passes within the time limit, for a case or for all tests in Python."""
+    """A response is right if every test passes within the time limit.
+
+    The limit is for each case, or for all tests in Python together.
+    """
     try:
         tests = parse_tests(answer)
     except (ValueError, RecursionError) as error:
@@ -171,7 +174,8 @@ def verify_python_tests(response: str, answer: str, options: VerifierOptions) ->
 
 
 def lines(output: str) -> list[str]:
-    """Return the lines of an output without white space at their ends and without empty last ones.
+    """Return the lines of an output, without white space at their ends and without trailing empty
+    lines.
 
     Example:
         >>> lines("1 2 ")
@@ -192,12 +196,12 @@ def check_isolation() -> None:
 
 @contextlib.contextmanager
 def _confined(program: str, seconds: float) -> Iterator[tuple[ChildProcess, Path]]:
-    """Start one of our programs in its own folder; both are removed afterwards."""
+    """Start one of our programs in its own folder; remove both afterwards."""
     with tempfile.TemporaryDirectory(prefix="planish-tests-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
 
         def watch() -> str:
-            """Return why the folder is too full, or nothing."""
+            """Return the reason if the folder is too full, else ""."""
             with os.scandir(folder) as entries:
                 files = list(itertools.islice(entries, MAX_SCRATCH_FILES + 1))
             size = 0
@@ -210,7 +214,8 @@ def _confined(program: str, seconds: float) -> Iterator[tuple[ChildProcess, Path
         root = str(Path(__file__).parents[2])
         boot, cpu_seconds = _BOOT.format(program=program), str(math.ceil(seconds) + 1)
         child = ChildProcess(
-            # No site packages; a fixed seed of hashes makes the order of sets the same each time.
+            # The interpreter has no site packages; its hash seed is fixed, so sets keep their
+            # order.
             [sys.executable, *["-s", "-S", "-P", "-B", "-c"], boot, root, str(folder), cpu_seconds],
             start_seconds=START_SECONDS,
             environment={"PYTHONPATH": "", "PYTHONHASHSEED": "0", "TMPDIR": str(folder)},
@@ -232,7 +237,7 @@ def _confined(program: str, seconds: float) -> Iterator[tuple[ChildProcess, Path
 
 
 def _run_source(code: str, tests: str, seconds: float) -> tuple[str, str]:
-    """Run tests in Python; returns `passed`, `failed` or `unusable`, and why."""
+    """Run tests in Python; return `passed`, `failed` or `unusable`, and the reason."""
     with (
         _confined(ANSWER_CHILD, seconds) as (answer, _),
         _confined(TESTS_CHILD, seconds) as (

@@ -1,7 +1,7 @@
 """The process with the tests of a row: it runs them against the code in another process.
 
-It has the definitions of the code as plain data and as `Remote` values, which forward each call.
-It makes the verdict, because no code of the response ever runs here.
+The process has the definitions of the code as plain data and as `Remote` values, which forward each
+call. It makes the verdict, because no code of the response ever runs in it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from planish.verifiers.isolated.confine import begin
 from planish.verifiers.isolated.values import decode, encode
 
 Exchange = Callable[[dict[str, Any]], dict[str, Any]]
-"""Sends an operation to the process with the code and returns its reply."""
+"""Function that sends an operation to the process with the code and returns the reply."""
 
 
 class Unsupported(BaseException):
-    """The tests need something that cannot pass between processes; `except Exception` misses it."""
+    """The tests need a value that cannot pass between processes; `except Exception` does not catch
+    it.
+    """
 
 
 class AnswerError(Exception):
-    """The code of the response raised an exception that is not built in."""
+    """The code of the response raised an exception that is not a built-in one."""
 
 
 class Remote:
-    """A reference to a value of the response's code that is no plain data.
+    """A reference to a value of the response's code that is not plain data.
 
-    Two references are equal if they name the same value; `==` of the response is not called.
+    Two references are equal if they refer to the same value; `==` of the response is not called.
     """
 
     def __init__(self, exchange: Exchange, number: int) -> None:
@@ -75,7 +77,7 @@ class Remote:
         return decode(reply["result"], named_by)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call it in its own process."""
+        """Call the value in its own process."""
         return self._do("call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +114,7 @@ def run_tests(tests: str, names: dict[str, Any]) -> tuple[str, str]:
         (`passed`, `failed` or `unusable`, one line with the reason).
     """
     module = types.ModuleType("__main__")
-    # A response must not replace what the tests lean on.
+    # A response must not replace the built-ins that the tests use.
     module.__dict__.update((n, v) for n, v in names.items() if not hasattr(builtins, n))
     sys.modules["__main__"] = module
     try:
@@ -125,7 +127,8 @@ def run_tests(tests: str, names: dict[str, Any]) -> tuple[str, str]:
         try:
             exec(code, module.__dict__)
         except SystemExit as ended:
-            # What `unittest.main()` ends with; no exception of the response is a SystemExit here.
+            # `unittest.main()` ends with SystemExit; exceptions of the response are not SystemExit
+            # here.
             if ended.code:
                 return "failed", f"the tests ended with {ended.code!r}"
         for name, value in list(module.__dict__.items()):

@@ -22,9 +22,9 @@ _ITERATIONS: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (
 
 
 def encode(value: Any, name_of: Callable[[Any], int], depth: int = 0) -> Any:
-    """Return a form that JSON can represent.
+    """Return a form of the value that JSON can represent.
 
-    `name_of` returns the number of a value that is no plain data; it may raise.
+    `name_of` returns the number of a value that is not plain data; it may raise.
 
     Returns:
         None, bool, float, str, or a list of a tag and its content.
@@ -40,7 +40,7 @@ def encode(value: Any, name_of: Callable[[Any], int], depth: int = 0) -> Any:
         raise RecursionError(f"a value nested deeper than {MAX_DEPTH}")
     if value is None or value is True or value is False:
         return value
-    # The methods are those of the plain type, whatever a subclass makes of them.
+    # These are methods of the plain type, so a subclass can not override them.
     if isinstance(value, int):
         return ["int", hex(int.__index__(value))]
     if isinstance(value, float):
@@ -65,9 +65,9 @@ def encode(value: Any, name_of: Callable[[Any], int], depth: int = 0) -> Any:
 
 
 def decode(data: Any, named: Callable[[int], Any]) -> Any:
-    """Return the value that `encode` made `data` of.
+    """Return the value that `encode` encoded.
 
-    The data come from an untrusted process; `named` returns the value of a number.
+    The data come from an untrusted process; `named` returns the value for a number.
 
     Raises:
         ValueError: the data are malformed.

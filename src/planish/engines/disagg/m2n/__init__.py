@@ -1,1 +1,1 @@
-"""Frames of rows between attention ranks and expert ranks (M2N), and their transports."""
+"""Frames of hidden states between attention ranks and expert ranks (M2N), and their transports."""

@@ -1,12 +1,13 @@
-"""Frames between attention ranks (M) and expert ranks (N).
+"""Frames between M attention ranks and N expert ranks.
 
-A frame is a header, int32 counts of rows by local expert, and the rows themselves, sorted by local
-expert and then by the order of tokens at the source. One frame goes from each attention rank to
-each expert rank for each layer and micro-batch, even without rows, and one comes back.
+A frame is a header, int32 counts of rows by local expert, and the rows (hidden states of tokens),
+sorted by local expert and then by the order of tokens at the source. For each layer and
+micro-batch, one frame goes from each attention rank to each expert rank, even without rows, and one
+comes back.
 
-The next frame of a micro-batch leaves only after the answer to the last one, so the answer says
-that the buffer of the last frame is free. Each receiver has one buffer for each peer and
-micro-batch, so queues are bounded and flow control needs no messages.
+The next frame of a micro-batch leaves only after the reply to the last one, so the reply says that
+the buffer of the last frame is free. Each receiver has one buffer for each peer and micro-batch.
+Queues are therefore bounded, and flow control needs no messages.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): pre-registered buffers, no group set-up
 per call, no collective call.
@@ -35,9 +36,9 @@ class FrameKind(IntEnum):
     """Kind of a frame."""
 
     DISPATCH = 1
-    """Rows of tokens on their way to experts."""
+    """Rows of tokens on their way to the experts."""
     REPLY = 2
-    """Outputs of experts, unweighted, in the order in which their rows were dispatched."""
+    """Outputs of experts, unweighted, in the order of the dispatched rows."""
 
 
 class FrameLimits(NamedTuple):
@@ -49,7 +50,7 @@ class FrameLimits(NamedTuple):
     row_bytes: int
     """Bytes of the widest row."""
     num_local_experts: int
-    """Most experts on one rank, with replicas."""
+    """Largest number of experts on one rank, replicas included."""
 
 
 class FrameHeader(NamedTuple):
@@ -59,7 +60,7 @@ class FrameHeader(NamedTuple):
     source: int
     target: int
     weight_version: int
-    """Version of the weights at the source; the two roles never mix versions."""
+    """Version of the weights at the source; attention and expert ranks never mix versions."""
     iteration: int
     """Decode iteration, counted from 0 by the coordinator."""
     layer: int
@@ -74,18 +75,18 @@ class FrameHeader(NamedTuple):
     placement_version: int = 0
     """Version of the expert placement by which the rows were sorted."""
     is_prefill: bool = False
-    """The rows belong to a prompt: no other attention rank takes part, so an expert rank does not
-    wait."""
+    """True if the rows belong to a prompt: no other attention rank takes part, so an expert rank
+    does not wait for more frames."""
     sent_ns: int = 0
-    """Monotonic clock of the source when the frame left, nanoseconds."""
+    """Nanoseconds of the source's monotonic clock when the frame was sent."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of header, counts and rows together."""
+        """Size of header, counts and rows in bytes."""
         return HEADER_BYTES + 4 * self.num_local_experts + self.num_rows * self.row_bytes
 
     def reply(self) -> FrameHeader:
-        """Return the header of the REPLY to this DISPATCH: the same rows back, without counts."""
+        """Return the header of the REPLY to this DISPATCH, which has as many rows but no counts."""
         return self._replace(
             kind=FrameKind.REPLY, source=self.target, target=self.source, num_local_experts=0
         )
@@ -103,14 +104,18 @@ class FrameHeader(NamedTuple):
 
 
 class InTurn:
-    """The last frames of a rank's peers, to refuse frames that are repeated, late or forged."""
+    """The last frames of a rank's peers; it refuses frames that are repeated, late or forged."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
-        """By peer and micro-batch, when the last frame was sent."""
+        """Map from (peer, micro-batch) to the time at which its last frame was sent."""
 
     def check(self, header: FrameHeader, *, is_own_name: bool) -> None:
-        """Accept a frame; ProtocolError if it is out of order."""
+        """Accept a frame.
+
+        Raises:
+            ProtocolError: the frame is out of order.
+        """
         key = header.source, header.micro_batch
         if not is_own_name or header.sent_ns <= self._last.get(key, 0):
             raise ProtocolError(
@@ -124,8 +129,8 @@ class InTurn:
 class Frame:
     """A frame that has arrived.
 
-    Its tensors are views of the receive buffer, valid until this rank has answered it (a DISPATCH)
-    or has sent the next frame of its micro-batch (a REPLY).
+    Its tensors are views of the receive buffer. They are valid until this rank has answered the
+    frame (a DISPATCH), or has sent the next frame of its micro-batch (a REPLY).
     """
 
     header: FrameHeader
@@ -137,34 +142,41 @@ class Frame:
 
 
 Deliver = Callable[[Frame | PlanishError], None]
-"""Callback from a thread of the transport: it gets complete frames in the order of each peer, and
-`PeerLost` once for each lost peer, after its last frame."""
+"""Callback that a thread of the transport calls with complete frames, in the order of each peer,
+and with one `PeerLost` for each lost peer, after its last frame."""
 
 
 class Transport(Protocol):
-    """Carries the frames of one rank."""
+    """Transport of the frames of one rank."""
 
     address: Any
     """Address of this rank for its peers, in JSON form."""
 
     def connect(self, addresses: Mapping[int, Any], deliver: Deliver) -> None:
-        """Connect with all peers; PeerLost if a peer does not connect in time.
+        """Connect to all peers.
 
-        Addresses are by rank; `deliver` gets everything that arrives from now on.
+        `addresses` maps rank to address. `deliver` gets everything that arrives from now on.
+
+        Raises:
+            PeerLost: a peer does not connect in time.
         """
 
     def room(self, first: FrameHeader, num_rows: int) -> Tensor:
-        """Return memory for the rows of a micro-batch's next frames, [num_rows, width].
+        """Return memory [num_rows, width] for the rows of a micro-batch's next frames.
 
-        The rows follow each other in the order of their targets. `first` is the header of the first
-        frame; it has width and dtype.
+        The rows are in the order of their targets. `first` is the header of the first frame; it has
+        width and dtype.
         """
 
     def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
-        """Send a frame to `header.target` and do not wait until it is read; PeerLost if it is lost.
+        """Send a frame to `header.target` without waiting for its arrival.
 
-        Counts are [num_local_experts] int32 on the CPU, or None if the header says 0. Rows
-        [num_rows, width] are contiguous in `room`, and must not change before the answer.
+        `counts` are [num_local_experts] int32 on the CPU, or None for a header without counts.
+        `rows` [num_rows, width] are contiguous in memory of `room`, and must not change before the
+        reply.
+
+        Raises:
+            PeerLost: the target is lost.
         """
 
     def close(self) -> None:

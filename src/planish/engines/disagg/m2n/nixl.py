@@ -1,14 +1,14 @@
-"""Frames by one-sided writes over NIXL: rows go from the memory of one rank into that of another.
+"""Frames by one-sided writes over NIXL, from the memory of one rank into that of another.
 
-Each rank has an agent. What others must know of it, the address of its memory included, goes by the
-coordinator, so that nobody listens anywhere and nobody calls. All memory is registered once: for
-each peer and micro-batch a place for what leaves and one for what arrives. A write ends with a
-notification that carries the header and the counts. UCX chooses shared memory, CUDA IPC, RDMA or
-TCP, whose own checks are all that the rows have: a sum of ours would take them through a host.
-Nothing here tells that a peer is gone but a write that fails; the coordinator sees the others.
+Each rank has an agent. The coordinator passes the agents' metadata and memory addresses to the
+other ranks, so no rank listens on a port. All memory is registered once: for each peer and
+micro-batch, one buffer for outgoing frames and one for arriving frames. A write ends with a
+notification that has the header and the counts. UCX chooses shared memory, CUDA IPC, RDMA or TCP.
+Rows have only the checksums of these; a checksum of ours would copy the rows to the host. A lost
+peer shows only as a failed write; the coordinator detects the other cases.
 
-A thread polls for notifications, and sleeps when there are none. NIXL's own threads spin, which on
-a machine with more ranks than cores takes milliseconds from ranks that compute.
+A thread polls for notifications and sleeps when there are none. NIXL's own threads would spin, and
+on a machine with more ranks than cores this takes milliseconds from ranks that compute.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N); NIXL 1.5.
 """
@@ -38,14 +38,15 @@ from planish.engines.disagg.m2n.frames import (
 )
 
 _REST_S = (2e-5, 2e-4)
-"""Pause of the thread when nothing has come: the first and the longest; it doubles each time."""
+"""First and longest pause in seconds of the thread while nothing arrives; the pause doubles each
+time."""
 _CLOSE_S = 2.0
 _ALIGN = 256
 """Alignment of each buffer in bytes."""
 
 
 def _new_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return an agent with the back end UCX, and what NIXL raises."""
+    """Return an agent with the UCX back end, and the exception types of NIXL."""
     try:
         from nixl_cu13 import _bindings
         from nixl_cu13._api import nixl_agent, nixl_agent_config
@@ -54,7 +55,7 @@ def _new_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
             f"the transport 'nixl' needs the package nixl-cu13, got {error}; `pip install "
             "planish[rollout]` installs it, or take `engine.transport = 'sockets'`"
         ) from None
-    # It tells of each agent on standard output.
+    # NIXL would print a line for each agent to standard output.
     logging.getLogger("nixl").setLevel(logging.WARNING)
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     if "UCX" not in agent.backends:
@@ -68,7 +69,7 @@ def _new_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
 
 
 class NixlTransport:
-    """Carries frames of one rank to and from its peers."""
+    """Transport of the frames of one rank over NIXL."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class NixlTransport:
     ) -> None:
         """Register memory of `device` for all peers; no rank writes before `connect`.
 
-        Limits and secret are equal on all ranks of this start; `own` are the ranks of this one's
-        role and `peers` those of the other.
+        `limits` and `secret` are equal on all ranks of the instance. `own` are the ranks with this
+        rank's role (attention or expert), `peers` the ranks with the other.
         """
         self.rank, self._secret, self._own, self._peers = rank, secret, own, peers
         self._is_vram = device.type == "cuda"
@@ -101,14 +102,14 @@ class NixlTransport:
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         self.address = [metadata, *places[1][::2]]
         self._memory: dict[int, tuple[int, int]] = {}
-        """Address and device, for each connected peer, of its buffer for the first rank of our
+        """Map from connected peer to address and device of its buffer for the first rank of our
         role."""
         self._in_turn = InTurn()
         self._lost: dict[int, str] = {}
         self._under_way: list[tuple[int, Any]] = []
-        """Rank and write of those that have not ended."""
+        """Rank and handle of the writes that have not ended."""
         self._lock = threading.Lock()
-        """NIXL's calls are no more than one at a time."""
+        """Lock around calls of NIXL, which must not overlap."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"m2n-{rank}", daemon=True)
 
@@ -131,7 +132,7 @@ class NixlTransport:
 
     @contextlib.contextmanager
     def _telling(self, peer: int) -> Iterator[None]:
-        """Turn what NIXL raises inside into the loss of a peer."""
+        """Convert an exception of NIXL in the block into `PeerLost`."""
         try:
             yield
         except self._faults as error:
@@ -157,7 +158,7 @@ class NixlTransport:
             raise self._loss(peer)
         told = header.encode() + (b"" if counts is None else counts.numpy().tobytes())
         if self._is_vram:
-            # A write does not wait for what has yet to be computed.
+            # A write does not wait for pending computations of the device.
             torch.cuda.current_stream(rows.device).synchronize()
         with self._lock, self._telling(peer):
             if not header.num_rows:
@@ -183,7 +184,7 @@ class NixlTransport:
         self._is_closing = True
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_S + 1.0)
-        # A write to a rank that is gone is taken back, which may fail as well.
+        # Releasing a write to a dead rank may fail as well.
         for _, write in self._under_way:
             with contextlib.suppress(Exception):
                 self._agent.release_xfer_handle(write)
@@ -209,7 +210,7 @@ class NixlTransport:
             raise
 
     def _turn(self) -> bool:
-        """Deliver what has come, and forget writes that have ended; tell whether anything came."""
+        """Deliver arrived frames and remove ended writes; return whether a frame arrived."""
         with self._lock:
             come = self._agent.get_new_notifs()
             left, lost = [], []
@@ -236,7 +237,11 @@ class NixlTransport:
         return bool(come)
 
     def _arrived(self, name: str, told: bytes) -> Frame:
-        """Return the frame that a notification is of; ProtocolError if it must not have come."""
+        """Return the frame of a notification.
+
+        Raises:
+            ProtocolError: the frame is not allowed.
+        """
         header = FrameHeader.decode(told[:HEADER_BYTES])
         num_bytes = header.num_rows * header.row_bytes
         if len(told) + num_bytes != header.num_bytes or num_bytes > self._arriving.shape[2]:

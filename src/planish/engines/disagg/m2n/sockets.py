@@ -1,14 +1,14 @@
-"""Frames over TCP: one connection for each pair of ranks and one thread that receives.
+"""Frames over TCP: one connection for each pair of ranks, and one thread that receives.
 
-Each attention rank connects to its expert ranks once. Afterwards there is no set-up, no allocation
+Each attention rank connects to its expert ranks once. After that there is no set-up, no allocation
 of buffers and no collective call. The caller sends a frame from the memory of its tensors by one
 system call, as far as the kernel takes it; the thread sends the rest. The thread writes arriving
-rows into the buffer of their peer and micro-batch, so that a rank computes while rows arrive. The
-end of a connection shows a lost peer; the coordinator ends a rank that hangs.
+rows into the buffer of their peer and micro-batch, so a rank computes while rows arrive. The end of
+a connection shows a lost peer; the coordinator ends a rank that hangs.
 
 Two checksums follow the header, since TCP's own checksum of 16 bits misses damage: the CRC32C of
-counts and rows, and that of everything before it. After a damaged frame the start of the next one
-is unknown, so its peer counts as lost.
+counts and rows, and that of all bytes before it. After a damaged frame the start of the next one is
+unknown, so its peer counts as lost.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): on sockets instead of RDMA.
 """
@@ -48,10 +48,10 @@ from planish.engines.disagg.m2n.frames import (
 logger = logging.getLogger(__name__)
 
 _SUMS = struct.Struct("<II")
-"""CRC32C of counts and rows, and of the header and that sum."""
+"""CRC32C of counts and rows, and CRC32C of the header with that first sum."""
 _CPU = torch.device("cpu")
 CLOSE_S = 2.0
-"""Seconds for pending data to leave when a transport closes."""
+"""Seconds in which pending data may leave when a transport closes."""
 
 
 class _Peer:
@@ -61,7 +61,7 @@ class _Peer:
         self.rank, self.end = rank, end
         self.lock = threading.Lock()
         self.outbox: deque[list[memoryview]] = deque()
-        """Frames that the kernel has not taken whole yet."""
+        """Frames that the kernel has not accepted completely yet."""
         self.lost = ""
         num_bytes = limits.num_rows * limits.row_bytes
         self.buffers = [
@@ -76,7 +76,8 @@ class _Peer:
         self._missing = [memoryview(self._head)]
 
     def send(self, views: list[memoryview]) -> bool:
-        """Send what the kernel takes now and keep the rest; return whether something is kept.
+        """Send as much as the kernel accepts now and queue the rest; return whether something is
+        queued.
 
         Raises:
             OSError: the connection is closed.
@@ -89,7 +90,7 @@ class _Peer:
             return bool(self.outbox)
 
     def drain(self) -> None:
-        """Send more of what is kept."""
+        """Send queued data as far as the kernel accepts it."""
         with self.lock:
             while self.outbox:
                 self._push(self.outbox[0])
@@ -103,7 +104,7 @@ class _Peer:
                 _advance(views, self.end.sendmsg(views))
 
     def receive(self) -> Frame | None:
-        """Read what has come, up to the end of one frame; return it when it is whole.
+        """Read arrived bytes, up to the end of one frame; return the frame once it is complete.
 
         Raises:
             OSError: the peer has closed the connection.
@@ -143,8 +144,8 @@ def _loss(peer: _Peer, reason: str) -> PeerLost:
 
 
 def _arrays(*tensors: Tensor) -> list[NDArray[np.uint8]]:
-    """Return the memory of contiguous tensors as bytes; only one of a device is copied."""
-    # By way of bytes, since numpy has no bfloat16.
+    """Return the memory of contiguous tensors as bytes; only tensors of a device are copied."""
+    # The tensors are viewed as bytes, since numpy has no bfloat16.
     return [t.detach().cpu().view(torch.uint8).numpy() for t in tensors if t.nbytes]
 
 
@@ -160,13 +161,13 @@ def _checksum(arrays: list[NDArray[np.uint8]]) -> int:
 
 
 def _signed(header: FrameHeader, payload: list[NDArray[np.uint8]]) -> bytes:
-    """Return a header with its sums."""
+    """Return a header with its checksums."""
     head = header.encode() + _checksum(payload).to_bytes(4, "little")
     return head + int(google_crc32c.value(head)).to_bytes(4, "little")
 
 
 def _advance(views: list[memoryview], num_bytes: int) -> None:
-    """Drop from the front what has been sent or received."""
+    """Drop the first `num_bytes` from the front, which were sent or received."""
     while views and num_bytes >= views[0].nbytes:
         num_bytes -= views.pop(0).nbytes
     if num_bytes:
@@ -174,7 +175,7 @@ def _advance(views: list[memoryview], num_bytes: int) -> None:
 
 
 class SocketTransport:
-    """Carries frames of one rank to and from its peers."""
+    """Transport of the frames of one rank over TCP."""
 
     def __init__(
         self,
@@ -187,17 +188,17 @@ class SocketTransport:
         connect_s: float = 60.0,
         device: torch.device = _CPU,
     ) -> None:
-        """Listen at `host`, where port 0 takes a free port; it calls no peer before `connect`.
+        """Listen at `host`, where port 0 takes a free port; connect to no peer before `connect`.
 
-        Limits and secret are equal on all ranks of this start, and all peers have `connect_s` to
-        answer. Rows leave from `device`; they arrive in the host's memory, which is page-locked if
-        `device` is another.
+        `limits` and `secret` are equal on all ranks of the instance. All peers must answer within
+        `connect_s`. Rows are sent from `device`; they arrive in host memory, which is page-locked
+        if `device` is not the CPU.
         """
         self.rank, self._limits, self._secret = rank, limits, secret
         self._connect_s, self._device = connect_s, device
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        """Host and port where peers find this rank."""
+        """Host and port at which peers connect to this rank."""
         self.peers: dict[int, _Peer] = {}
         self._in_turn = InTurn()
         self._is_closing = False
@@ -245,7 +246,9 @@ class SocketTransport:
             ) from None
 
     def _accept(self, expected: set[int], ends: dict[int, socket.socket], deadline: float) -> None:
-        """Take calls until all expected ranks have come; strangers are refused and forgotten."""
+        """Accept connections until all expected ranks have connected; close connections of
+        strangers.
+        """
         refused = "nobody"
         while missing := expected - ends.keys():
             self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -303,7 +306,7 @@ class SocketTransport:
             while True:
                 alive = [peer for peer in self.peers.values() if not peer.lost]
                 for peer in alive:
-                    # Room is watched for exactly where something is kept.
+                    # The selector watches for writability only while data is queued.
                     wanted = selectors.EVENT_READ | selectors.EVENT_WRITE * bool(peer.outbox)
                     if self._selector.get_key(peer.end).events != wanted:
                         self._selector.modify(peer.end, wanted, peer)
@@ -328,7 +331,7 @@ class SocketTransport:
             self._bell.close()
 
     def _handle(self, peer: _Peer, mask: int) -> None:
-        """Send to and receive from one peer what is possible now."""
+        """Send to and receive from one peer as much as is possible now."""
         try:
             if mask & selectors.EVENT_WRITE:
                 peer.drain()

@@ -1,1 +1,1 @@
-"""Kubernetes, as far as the monitor reads and changes it."""
+"""The parts of Kubernetes that the monitor reads and changes."""

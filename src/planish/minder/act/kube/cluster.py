@@ -1,4 +1,4 @@
-"""What the monitor reads from Kubernetes and changes there. Nothing here decides anything."""
+"""Requests of the monitor to the Kubernetes API. This module takes no decisions."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from planish.minder.act.kube.objects import (
 from planish.run.kube import Kube, own_namespace
 
 LIVE = ",".join(f"status.phase!={phase}" for phase in ENDED)
-"""Field selector: workflows leave many pods that have ended."""
+"""Field selector for live pods; workflows leave many pods that have ended."""
 _REQUEST_SECONDS = 10.0
 
 
 class Cluster:
-    """One API server under one account. A failed request is not repeated: the next call is."""
+    """One API server under one account. A failed request is not repeated, since the next call
+    follows.
+    """
 
     def __init__(self, kube: Kube, config: KubernetesConfig) -> None:
-        """Use a client whose namespace is that of lease and state."""
+        """Use a client; its namespace must be the namespace of lease and state."""
         self.kube, self.config = kube, config
         self.core, self.call = kube.core, kube.call
 
     @classmethod
     def connect(cls, config: KubernetesConfig) -> Cluster:
-        """Connect by the kubeconfig, or by the service account of this pod."""
+        """Connect with the kubeconfig, or with the service account of this pod."""
         kube = Kube.connect(
             config.kubeconfig,
             namespace=config.own_namespace or own_namespace() or "default",
@@ -46,9 +48,9 @@ class Cluster:
         return cls(kube, config)
 
     def pods(self, namespace: str = "") -> list[PodInfo]:
-        """Return the pods of jobs that have not ended, of one namespace or of all that count.
+        """Return the live pods of jobs, in one namespace or in all configured ones.
 
-        The server selects them by the labels that name jobs: most pods belong to no job.
+        The server selects pods by the labels that name jobs, since most pods belong to no job.
         """
         allowed = self.config.namespaces
         if namespace and allowed and namespace not in allowed:
@@ -70,24 +72,26 @@ class Cluster:
         return list(pods.values())
 
     def jobs(self) -> list[JobInfo]:
-        """Return all jobs that run now, one for each role, by key."""
+        """Return all jobs that run now, one for each role, sorted by key."""
         return group_jobs(self.pods())
 
     def nodes(self) -> list[NodeInfo]:
-        """Return all nodes, by name."""
+        """Return all nodes, sorted by name."""
         nodes = [parse_node(raw) for raw in self.kube.items(self.core.list_node)]
         return sorted(nodes, key=lambda node: node.name)
 
     def nodes_down(self) -> set[str]:
-        """Return the names of the nodes that are not ready, or of which nothing is heard."""
+        """Return the names of the nodes that are not ready or whose state is unknown."""
         return {node.name for node in self.nodes() if not node.is_ready}
 
     def node(self, name: str) -> NodeInfo:
-        """Return one node as it is now."""
+        """Return the present state of one node."""
         return parse_node(self.call(self.core.read_node, name))
 
     def patch_node(self, node: NodeInfo, change: Raw) -> None:
-        """Merge a change into a node, if it is still the version that was read; 409 otherwise."""
+        """Merge a change into a node. The API server answers 409 if the node has changed since it
+        was read.
+        """
         metadata = {**change.get("metadata", {}), "resourceVersion": node.version}
         patch = self.core.patch_node_status if "status" in change else self.core.patch_node
         self.call(patch, node.name, {**change, "metadata": metadata})
@@ -100,7 +104,9 @@ class Cluster:
         return allowed.get(value, "observe")
 
     def evict(self, pod: PodInfo) -> None:
-        """Request the eviction of the very pod that was seen; 429 when a budget holds it back."""
+        """Request the eviction of the pod with this uid; a 429 means that a budget holds it
+        back.
+        """
         body: dict[str, Any] = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -111,7 +117,7 @@ class Cluster:
         self.call(create, pod.name, pod.namespace, body)
 
     def annotate_workflow(self, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
-        """Set annotations of a workflow of Argo, which is what a Kubeflow run is."""
+        """Set annotations of an Argo workflow, which is a Kubeflow run."""
         body = {"metadata": {"annotations": dict(annotations)}}
         patch = self.kube.custom.patch_namespaced_custom_object
         self.call(patch, "argoproj.io", "v1alpha1", namespace, "workflows", name, body)

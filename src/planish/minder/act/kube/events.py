@@ -1,4 +1,4 @@
-"""Events of Kubernetes, at most one for each object and reason in ten minutes."""
+"""Kubernetes Events, at most one for each object and reason in ten minutes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 600
 _MAX_MESSAGE = 1024
-"""Bytes that the API server takes."""
+"""Longest message in bytes that the API server accepts."""
 
 
 class EventBook:
-    """Writes Events, but none that comes too soon after an equal one."""
+    """Writes Events, except soon after another one for the same object and reason."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._written: dict[tuple[str, str], float] = {}
-        """Uid of the object and reason to unix seconds."""
+        """Map from uid of the object and reason to the unix seconds of the last Event."""
 
     def note(
         self,
@@ -34,7 +34,9 @@ class EventBook:
         *,
         is_warning: bool = True,
     ) -> None:
-        """Write an Event, unless one was written for the object and reason a moment ago."""
+        """Write an Event, unless one was written for the object and reason within
+        `QUIET_SECONDS`.
+        """
         if now - self._written.get((about.uid, reason), -QUIET_SECONDS) < QUIET_SECONDS:
             return
         involved = {"apiVersion": "v1", "kind": "Node", "name": about.name, "uid": about.uid}
@@ -58,7 +60,7 @@ class EventBook:
         try:
             self._cluster.call(self._cluster.core.create_namespaced_event, place, event)
         except ClusterError as error:
-            # What an Event reports goes on without the Event.
+            # A failed Event changes nothing for the alert that it reports.
             logger.warning("event not written reason=%s error=%s", reason, error)
             return
         recent = {key: at for key, at in self._written.items() if now - at < QUIET_SECONDS}

@@ -1,8 +1,8 @@
 """Election of the one replica that acts, by a Lease.
 
-A replica trusts its own clock only: it measures for how long it has seen the lease unchanged. The
-election of the client library knows ConfigMaps only, gives nothing up at the end, and compares wall
-clocks.
+A replica trusts only its own clock: it measures for how long the lease has been unchanged. The
+election of the Kubernetes client library supports only ConfigMaps, does not release the lock at the
+end, and compares wall clocks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from planish.minder.act.kube.cluster import Cluster
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15
-"""A leader that has not renewed the lease for so long has lost it."""
+"""Seconds after which a leader that has not renewed the lease has lost it."""
 
 
 class Lease:
-    """A lease that one replica holds at a time; renew it every few seconds."""
+    """A lease that one replica holds at a time; the replica must renew it every few seconds."""
 
     def __init__(
         self,
@@ -42,26 +42,28 @@ class Lease:
         self._place = name, self._kube.namespace
         self._renewed: float | None = None
         self.fault = ""
-        """Why the last try was refused or not answered; empty after one that was answered."""
+        """Error of the last request; empty if the API server answered it."""
         self._seen: tuple[Any, float] = (None, 0.0)
 
     def is_leader(self) -> bool:
-        """Tell whether this replica renewed so recently that no other one can hold the lease."""
+        """Return whether this replica renewed so recently that no other replica can hold the
+        lease.
+        """
         return self._renewed is not None and self._clock() - self._renewed < LEASE_SECONDS * 2 / 3
 
     def renew(self) -> bool:
-        """Take or keep the lease if that is allowed; return whether this replica leads."""
+        """Take or keep the lease if possible; return whether this replica leads."""
         begun = self._clock()
         try:
             self._renewed = begun if self._take() else None
             self.fault = ""
         except ClusterError as error:
-            # Another replica was faster, or the server is away: the time limit decides.
+            # After a lost race or without the API server, the age of the last renewal decides.
             self.fault = "" if error.status == 409 else str(error)[:300]
         return self.is_leader()
 
     def release(self) -> None:
-        """Give the lease up at once, so that another replica need not wait."""
+        """Give up the lease at once, so that another replica need not wait."""
         if not self.is_leader():
             return
         self._renewed = None
@@ -104,5 +106,6 @@ class Lease:
         return True
 
     def _write(self, lease: Any) -> None:
-        # The server refuses it if another replica was faster: its resourceVersion comes along.
+        # The object carries its resourceVersion, so the server refuses it if another replica was
+        # faster.
         self._kube.call(self._api.replace_namespaced_lease, *self._place, lease)

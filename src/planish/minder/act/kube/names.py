@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 TRAINING_LABEL = "training.kubeflow.org/job-name"
-"""Of the Kubeflow training operator (PyTorchJob, TFJob, MPIJob v1) and mpi-operator (MPIJob v2)."""
+"""Label of the Kubeflow training operator (PyTorchJob, TFJob, MPIJob v1) and mpi-operator (MPIJob
+v2)."""
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
-"""Of JobSet, and so of TrainJob of Kubeflow Trainer v2."""
+"""Label of JobSet, and so also of TrainJob in Kubeflow Trainer v2."""
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
-"""Of Argo Workflows, and so of Kubeflow Pipelines."""
+"""Label of Argo Workflows, and so also of Kubeflow Pipelines."""
 RAY_LABEL = "ray.io/cluster"
-"""Of KubeRay: RayCluster, RayJob, RayService."""
+"""Label of KubeRay: RayCluster, RayJob, RayService."""
 VOLCANO_LABEL = "volcano.sh/job-name"
 LEADER_WORKER_LABEL = "leaderworkerset.sigs.k8s.io/name"
 BATCH_LABEL = "batch.kubernetes.io/job-name"
-"""Of every Job of Kubernetes; only Indexed Jobs count, whose pods are ranks."""
+"""Label of every Kubernetes Job. Only Indexed Jobs count, since their pods are ranks."""
 
 JOB_LABELS = (
     TRAINING_LABEL,
@@ -24,7 +25,7 @@ JOB_LABELS = (
     LEADER_WORKER_LABEL,
     BATCH_LABEL,
 )
-"""Label that names the job of a pod; the first one that a pod has counts."""
+"""Labels that name the job of a pod; the first label that the pod has counts."""
 
 STAGE_LABEL = "planish/stage"
 ROLE_LABELS = {
@@ -34,11 +35,13 @@ ROLE_LABELS = {
     RAY_LABEL: ("ray.io/group",),
     VOLCANO_LABEL: ("volcano.sh/task-spec",),
 }
-"""Label of the job to those that name its roles; the first one that a pod has counts."""
+"""Map from label of the job to the labels that name its roles; the first of these that a pod has
+counts."""
 RANK_ROLES = ("master", "chief", "worker")
-"""Roles of the training operators and of Volcano that are ranks of one gang: master is rank 0."""
+"""Roles of the training operators and of Volcano that are ranks of one gang; master is rank 0."""
 LAUNCHER_ROLES = ("launcher", "mpimaster")
-"""Roles of the same that start the ranks from outside and compute nothing."""
+"""Roles of the training operators and of Volcano that start the ranks from outside and compute
+nothing."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 """Label of a pod of a LeaderWorkerSet; 0 is the leader."""
 NODE_NAME = "workflows.argoproj.io/node-name"
@@ -48,23 +51,23 @@ RUN_ID_LABEL = "pipeline/runid"
 ITERATION_LABEL = "planish/iteration"
 RANK_LABEL = "batch.kubernetes.io/job-completion-index"
 RUN_ROOT = "planish/run-root"
-"""Annotation of a pod: URI under which its run lives."""
+"""Annotation of a pod: URI of the root of its run."""
 ANOMALY = "planish/anomaly"
 """Annotation of a workflow: JSON of the last alert."""
 
 KFP_ROLE = "pipelines.kubeflow.org/runtime-role"
 """Annotation of a pod: `driver` or `launcher`."""
 MIRROR = "kubernetes.io/config.mirror"
-"""Annotation of a pod that the kubelet runs from a file."""
+"""Annotation of a static pod, which the kubelet runs from a file."""
 
 ROLE_LABEL = "minder/role"
-"""Label of a pod: only machines of one role are compared."""
+"""Label of a pod: the role of its machine; only machines of one role are compared."""
 PIPELINE_STAGE_LABEL = "minder/stage"
-"""Label of a pod: stage of pipeline parallelism that its machine computes."""
+"""Label of a pod: the pipeline-parallel stage that its machine computes."""
 OPT_IN_LABEL = "minder/action"
-"""Label of a namespace: `mark`, `cordon` or `evict`. On a pod `observe` forbids any action."""
+"""Label of a namespace: `mark`, `cordon` or `evict`. On a pod, `observe` forbids any action."""
 EXEMPT = "minder/exempt"
-"""Label of a node or a pod that must never be acted upon."""
+"""Label of a node or pod on which the monitor must never act."""
 
 FAULTY_TAINT = "minder/faulty"
 CORDONED_BY = "minder/cordoned-by"
@@ -75,19 +78,19 @@ SINCE = "minder/since"
 ALERT_ID = "minder/alert"
 JOB = "minder/job"
 MANUAL_UNCORDON = "minder/manual-uncordon"
-"""Annotation of a node: the alert after which a human made it schedulable again."""
+"""Annotation of a node: id of the alert after which a human made it schedulable again."""
 
 OWNED = (CORDONED_BY, REASON, SINCE, ALERT_ID, JOB)
-"""Annotations that a cordon of ours leaves, and its undoing removes."""
+"""Annotations that a cordon sets and its undoing removes."""
 
 POD_REASON = "MachineAnomaly"
 FAULTY_MACHINE = "MinderFaultyMachine"
-"""Reason of an Event, and type of the condition of a node."""
+"""Reason of an Event, and type of a node's condition."""
 CORDONED = "MinderCordoned"
 EVICTION_BLOCKED = "MinderEvictionBlocked"
 DRY_RUN = "MinderDryRun"
 
 LEASE = "minder"
-"""Name of the Lease by which several replicas choose the one that acts."""
+"""Name of the Lease that elects the replica that acts."""
 STATE = "minder-state"
-"""ConfigMap that keeps the state of the jobs between restarts."""
+"""Name of the ConfigMap that keeps the state of the jobs over restarts."""

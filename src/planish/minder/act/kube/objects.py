@@ -1,7 +1,7 @@
-"""Pods, nodes and jobs as plain values, read from the JSON of the API server.
+"""Pods, nodes and jobs as dataclasses, parsed from the JSON of the API server.
 
-A machine is named by its node. A field that is missing or of another type counts as absent, since
-people write labels. The labels of pods name the job that they belong to.
+The name of a machine is its node's. People write labels by hand, so a field of a wrong type counts
+as absent. Labels of a pod name its job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNNING = "Running"
 ENDED = ("Succeeded", "Failed")
 _GANGS = (names.TRAINING_LABEL, names.VOLCANO_LABEL)
 _MAX_ROOT = 1024
-"""Characters of the longest URI that a pod may name."""
+"""Longest URI, in characters, that a pod may name."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PodInfo:
     namespace: str
     uid: str
     machine: str
-    """Node name; empty before it is scheduled."""
+    """Node name; empty before the pod is scheduled."""
     job: str
     """Value of the label that names its job."""
     phase: str
@@ -48,14 +48,14 @@ class PodInfo:
     workflow: str = ""
     run_root: str = ""
     is_driver: bool = False
-    """Starts other pods of a Kubeflow run and computes nothing."""
+    """True if the pod starts other pods of a Kubeflow run and computes nothing."""
     is_evictable: bool = True
-    """Neither of a DaemonSet nor run by the kubelet itself."""
+    """False for a pod of a DaemonSet and for a static pod of the kubelet."""
     is_exempt: bool = False
     is_terminating: bool = False
-    """It has been asked to end already."""
+    """True if its deletion has been requested already."""
     is_observed_only: bool = False
-    """Its label forbids any action on its machine."""
+    """True if its label forbids any action on its machine."""
 
 
 @dataclass(frozen=True)
@@ -65,66 +65,66 @@ class NodeInfo:
     name: str
     uid: str
     version: str
-    """resourceVersion; a patch succeeds only while the node still has it."""
+    """resourceVersion; a patch succeeds only if the node still has this version."""
     is_unschedulable: bool = False
     conditions: tuple[Raw, ...] = ()
-    """As the API server has them."""
+    """Conditions as in the API server's JSON."""
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     taints: tuple[dict[str, str], ...] = ()
     allocatable: dict[str, str] = field(default_factory=dict)
-    """Resource to a quantity of Kubernetes."""
+    """Map from resource to quantity, as Kubernetes writes it."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether its kubelet has said within the grace period that it works."""
+        """True if its kubelet has reported within the grace period that the node works."""
         return self.condition("Ready").get("status") == "True"
 
     def condition(self, kind: str) -> Raw:
-        """Return the condition of a type; empty where there is none."""
+        """Return the condition of a type; empty if the node has none."""
         return next((one for one in self.conditions if one.get("type") == kind), {})
 
     @property
     def is_ours(self) -> bool:
-        """Whether its annotation says that the monitor cordoned it."""
+        """True if an annotation says that the monitor cordoned the node."""
         return self.annotations.get(names.CORDONED_BY) == names.OWNER
 
     @property
     def was_uncordoned(self) -> bool:
-        """Whether a human has made it schedulable again after the monitor cordoned it."""
+        """True if a human has made the node schedulable again after the monitor cordoned it."""
         return self.is_ours and not self.is_unschedulable
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Machines that are compared with each other: one job, or one role of it."""
+    """Machines that are compared with each other: one job, or one role of a job."""
 
     name: str
     namespace: str
     machines: tuple[str, ...]
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to stage of pipeline parallelism, where a label gives it."""
+    """Pipeline-parallel stage by machine, for machines with a label of the stage."""
     started: int = 0
     """Unix seconds of the last (re)start of one of its pods."""
     run_id: str = ""
     stage: str = ""
-    """Stage of the pipeline, as `train`."""
+    """Stage of the Kubeflow pipeline, e.g. `train`."""
     iteration: int = 0
     run_root: str = ""
     role: str = ""
     pods: tuple[PodInfo, ...] = ()
-    """Its Running pods."""
+    """The job's Running pods."""
     is_observed_only: bool = False
-    """A label of a pod forbids any action."""
+    """True if a label of a pod forbids any action."""
 
     @property
     def key(self) -> str:
-        """Identity in the whole cluster: namespace, name and, where it has one, role."""
+        """Identity in the cluster: namespace, name and, if there are roles, role."""
         return "/".join(part for part in (self.namespace, self.name, self.role) if part)
 
     @property
     def full_name(self) -> str:
-        """Namespace and name: all its roles together."""
+        """Namespace and name, the same for all roles of the job."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -137,7 +137,7 @@ def group_jobs(pods: Iterable[PodInfo]) -> list[JobInfo]:
     jobs = []
     for (namespace, name, role), members in sorted(groups.items()):
         pods = sorted(members, key=lambda pod: (pod.machine, pod.name))
-        # Stages of one workflow follow each other; the one that started last is the one that runs.
+        # Stages of one workflow run one after the other; the stage that started last is running.
         newest = max(pods, key=lambda pod: (pod.started, pod.iteration, pod.stage))
         job = JobInfo(
             name=name,
@@ -165,15 +165,15 @@ def pods_on(pods: Iterable[PodInfo], job: JobInfo, machine: str) -> tuple[PodInf
 
 
 def job_selector(label: str) -> str:
-    """Return the label selector for pods whose job a label names."""
+    """Return the label selector for pods whose job is named by a label."""
     return f"{label},{names.RANK_LABEL}" if label == names.BATCH_LABEL else label
 
 
 def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
-    """Return a pod; None for one that belongs to no job."""
+    """Return a pod; None if it belongs to no job."""
     metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
     labels, annotations = _part(metadata, "labels"), _part(metadata, "annotations")
-    # A Job of Kubernetes counts only where it is an Indexed one, whose pods are ranks.
+    # A Kubernetes Job counts only if it is Indexed: its pods are ranks.
     is_ranked = names.RANK_LABEL in labels
     keys = (key for key in config.job_labels if key != names.BATCH_LABEL or is_ranked)
     job_label = next((key for key in keys if labels.get(key)), "")
@@ -181,14 +181,14 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         return None
     role = _role(job_label, labels, annotations)
     is_launcher = job_label in _GANGS and role in names.LAUNCHER_ROLES
-    # Engines of a LeaderWorkerSet work on whatever requests arrive: they need not be alike.
+    # Engines of a LeaderWorkerSet serve the requests that arrive, so their load may differ.
     default = "observe" if job_label == names.LEADER_WORKER_LABEL else ""
     owners = [owner.get("kind") for owner in metadata.get("ownerReferences") or ()]
     starts = [unix_seconds(status.get("startTime"))]
     for container in status.get("containerStatuses") or ():
         running = _part(_part(container, "state"), "running")
         starts.append(unix_seconds(running.get("startedAt")))
-    # Where no label says the iteration, the graph around the task has it in its name.
+    # Without a label of the iteration, the name of the surrounding graph contains it.
     graph = re.search(r"\.iteration-(\d{1,6})[.(]", str(annotations.get(names.NODE_NAME, "")))
     return PodInfo(
         name=str(metadata["name"]),
@@ -214,7 +214,7 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
 
 
 def _role(job_label: str, labels: Raw, annotations: Raw) -> str:
-    """Return what a pod does in its job, where its controller names it."""
+    """Return the role of a pod in its job, if its controller names one."""
     if job_label == names.LEADER_WORKER_LABEL:
         return "leader" if labels.get(names.WORKER_INDEX) == "0" else "worker"
     keys = names.ROLE_LABELS.get(job_label, ())
@@ -225,20 +225,22 @@ def _role(job_label: str, labels: Raw, annotations: Raw) -> str:
 
 
 def _task(node_name: str) -> str:
-    """Return the task of a pod of a workflow, the same for all iterations of a loop over it."""
+    """Return the task of a workflow's pod, which is the same in all iterations of a loop."""
     _, *path = re.sub(r"\([^)]*\)|\[\d+\]", "", node_name).split(".")
     return next((part for part in reversed(path) if part != "executor"), "")
 
 
 def _run_root(annotations: Raw, spec: Raw) -> str:
-    """Return the URI of the run that a pod names: by annotation, or in its own arguments."""
+    """Return the root URI that a pod names, by annotation or in its arguments."""
     value = annotations.get(names.RUN_ROOT) or next(_root_arguments(spec), "")
     root = value if isinstance(value, str) and len(value) <= _MAX_ROOT else ""
     return root.rstrip("/") if "://" in root else ""
 
 
 def _root_arguments(spec: Raw) -> Iterator[object]:
-    """Yield what the arguments of containers give as root: Kubeflow's executor, or `--root`."""
+    """Yield the roots in the arguments of containers: Kubeflow's `--executor_input`, or
+    `--root`.
+    """
     for container in spec.get("containers") or ():
         words = [*(container.get("command") or ()), *(container.get("args") or ())]
         for word, following in zip(words, [*words[1:], ""], strict=False):
@@ -254,7 +256,7 @@ def _root_arguments(spec: Raw) -> Iterator[object]:
 
 
 def parse_node(raw: Raw) -> NodeInfo:
-    """Return a node as a plain value."""
+    """Return a node as a dataclass."""
     metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
     return NodeInfo(
         name=str(metadata["name"]),
@@ -270,12 +272,12 @@ def parse_node(raw: Raw) -> NodeInfo:
 
 
 def is_set(labels: Raw, key: str) -> bool:
-    """Tell whether a label is there and does not say no."""
+    """Return whether a label is there and is not `false`, `0` or `no`."""
     return key in labels and str(labels[key]).lower() not in ("false", "0", "no")
 
 
 def unix_seconds(text: object) -> int:
-    """Return a time as the API server writes it as unix seconds; 0 where there is none."""
+    """Return the unix seconds of a time from the API server; 0 if there is none."""
     try:
         return int(datetime.fromisoformat(text).timestamp()) if isinstance(text, str) else 0
     except ValueError:
@@ -283,7 +285,7 @@ def unix_seconds(text: object) -> int:
 
 
 def timestamp(now: float) -> str:
-    """Return unix seconds as the API server reads them, whole seconds."""
+    """Return unix seconds in the API server's format, in whole seconds."""
     return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -238,7 +238,12 @@ class MegatronSharding:
         return float(norm)
 
     def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
-        """Return values by the names of transformers, as the flat shards of this rank."""
+        """Return values of this rank (weights, or moments with a `suffix`) in the form for a
+        checkpoint.
+
+        Keys are names in transformers with `suffix`. A value is a scalar, or a list of flat shards,
+        each with its box in the whole tensor.
+        """
         found: dict[str, Any] = {}
         for name, value in values.items():
             for piece in self.pieces[name]:
