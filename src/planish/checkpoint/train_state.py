@@ -21,16 +21,20 @@ from planish.base.errors import (
     ObjectChanged,
     ObjectExists,
     ObjectMissing,
+    SaveFailed,
     StoreError,
     UnexpectedKeys,
 )
 from planish.base.parallel import SINGLE, Ranks
 from planish.checkpoint.pinned import read_pinned
+from planish.checkpoint.ranks.control import Control as Control
+from planish.checkpoint.ranks.control import control_of
 from planish.records import layout
 from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest, seal
 from planish.records.refs import Ref
 
 if TYPE_CHECKING:
+    from planish.checkpoint.adapters.placement import Placed
     from planish.checkpoint.loading.reader import Opened
 
 logger = logging.getLogger(__name__)
@@ -315,3 +319,42 @@ def parts(pin: str) -> set[str]:
     """Return the parts, of `PARTS`, that a state has, without reading a tensor."""
     held = {key[:2] for key in open_checkpoint(pin).metadata.tensor_ids}
     return {part for part, (role, name) in PARTS.items() if (role, KINDS[name]) in held}
+
+
+def export_policy(
+    state_pin: str,
+    uri: str,
+    *,
+    policy_pin: str,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Any],
+    call: Control | None = None,
+) -> Ref:
+    """Write the policy of a train state as a folder that engines load; see `export_hf.export`.
+
+    Configuration and tokenizer come from the policy `policy_pin`. `call` comes from `shared_call`
+    if several ranks share the export.
+    """
+    from planish.checkpoint.convert.export_hf import export
+
+    return export(
+        checkpoint_pin(state_pin),
+        uri,
+        policy=policy_pin,
+        role=POLICY,
+        parents=parents,
+        attributes=attributes,
+        call=call,
+    )
+
+
+def shared_call(subject: str, timeout_seconds: float) -> Control:
+    """Return an operation that all ranks take part in; if a rank is missing, it is SaveFailed."""
+    return control_of().call(subject, timeout_seconds).twin(missing=SaveFailed)
+
+
+def placed(name: str, tensor: Any) -> Placed:
+    """Return the place of a rank's part in the whole tensor; see `placement.place`."""
+    from planish.checkpoint.adapters.placement import place
+
+    return place(name, tensor)

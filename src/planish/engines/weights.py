@@ -17,6 +17,7 @@ import torch
 
 from planish.base.errors import EngineError
 from planish.engines.requests import ModelRef
+from planish.records.files import POLICY_SCHEMA
 from planish.records.io import fetch_files, read_manifest
 from planish.records.refs import is_pin, parse_pin
 
@@ -143,7 +144,7 @@ def fetch_weights(address: str) -> WeightSource:
     if not is_pin(address):
         return FolderWeights(Path(address))
     uri, digest = parse_pin(address)
-    weights = FolderWeights(fetch_files(uri, sha256=digest, schema="policy/1"))
+    weights = FolderWeights(fetch_files(uri, sha256=digest, schema=POLICY_SCHEMA))
     _fetched[address] = weights
     return weights
 
@@ -187,7 +188,7 @@ def local_policy(model: ModelRef, scratch: ExitStack) -> tuple[Path, int]:
     if model.policy is None:
         uri, digest = parse_pin(model.pin)
         manifest = read_manifest(uri, sha256=digest)
-        folder = fetch_files(uri, sha256=digest, schema="policy/1")
+        folder = fetch_files(uri, sha256=digest, schema=POLICY_SCHEMA)
         return folder, int(manifest.attributes["policy_version"])
     from planish.models.policy import save_policy
 

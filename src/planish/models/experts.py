@@ -1,8 +1,9 @@
-"""Layout of experts' weights in memory and in a policy folder; this module imports no torch.
+"""Names and layout of weights in other forms than a policy folder's; this module imports no torch.
 
 transformers keeps all experts of a layer in two tensors, `experts.gate_up_proj` [E, 2F, H] and
 `experts.down_proj` [E, H, F], for E experts with intermediate size F and hidden size H. A policy
-folder has one tensor per expert, under the names with which the family was published.
+folder has one tensor per expert, under the names with which the family was published. The GPTModel
+of megatron-core has names of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,25 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from planish.base.errors import ConfigError
+
+TOP_NAMES = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+"""Name in megatron-core's GPTModel -> name in transformers, for tensors outside the layers."""
+LAYER_NAMES = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+"""The same for those tensors of a layer that become one weight with the same rows."""
 
 
 class DiskTensor(NamedTuple):

@@ -29,11 +29,9 @@ from planish.models.experts import disk_tensors, on_disk
 from planish.models.headers import dtype_name, parse_config
 from planish.models.library import load_transformers, model_class
 from planish.models.tokens import ALL_ENDS, Tokenizer, character_tokenizer, load_tokenizer
-from planish.records.files import WEIGHTS, weights_checksum
+from planish.records.files import POLICY_SCHEMA, WEIGHTS, weights_checksum
 from planish.records.io import fetch_files, read_manifest, write_files
 from planish.records.refs import Ref, parse_pin
-
-SCHEMA = "policy/1"
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -172,7 +170,7 @@ def policy_tokenizer(pin: str) -> Tokenizer:
     shards = read_manifest(uri, sha256=digest).shards
     files = tuple((s.name, s.sha256) for s in shards if not s.name.endswith(".safetensors"))
     if files not in _tokenizers:
-        folder = fetch_files(uri, sha256=digest, schema=SCHEMA, without=".safetensors")
+        folder = fetch_files(uri, sha256=digest, schema=POLICY_SCHEMA, without=".safetensors")
         tokenizer = load_tokenizer(folder)
         _tokenizers.clear()
         _tokenizers[files] = tokenizer
@@ -182,7 +180,7 @@ def policy_tokenizer(pin: str) -> Tokenizer:
 def _fetch(pin: str, without: str = "") -> tuple[Path, int]:
     """Return the local folder of a policy and its version; `without` as in `fetch_files`."""
     uri, digest = parse_pin(pin)
-    folder = fetch_files(uri, sha256=digest, schema=SCHEMA, without=without)
+    folder = fetch_files(uri, sha256=digest, schema=POLICY_SCHEMA, without=without)
     version = read_manifest(uri, sha256=digest).attributes.get("policy_version")
     if not isinstance(version, int):
         raise RecordError(
@@ -474,4 +472,4 @@ def save_policy(
         files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
         facts = {**attributes, "policy_version": version, "dtype": dtype, "layout": "hf"}
         facts[WEIGHTS] = weights_checksum({key: checksum(part) for key, part in weights.items()})
-        return write_files(uri, SCHEMA, files, parents=parents, attributes=facts)
+        return write_files(uri, POLICY_SCHEMA, files, parents=parents, attributes=facts)

@@ -30,6 +30,8 @@ from planish.records.manifest import (
 from planish.records.refs import Ref, parse_pin
 from planish.store.sources import cache_folder
 
+POLICY_SCHEMA = "policy/1"
+"""Schema of a policy: a folder in Hugging Face's form with a manifest."""
 WEIGHTS = "weights_crc32c"
 """Attribute of a policy and of its rollouts: see `weights_checksum`."""
 _CACHE_KEEPS = 3

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
+from planish.records.files import POLICY_SCHEMA
 from planish.records.manifest import read_manifest
 from planish.records.refs import parse_pin
 from planish.records.stream import state_root
@@ -19,7 +20,6 @@ KEY = "reference"
 """Key of the reference in a train state. Its value is a pin, relative to the root of the run if it
 lies there, so that equal runs have equal states."""
 
-_SCHEMA = "policy/1"
 _REMEDY = "pin the policy to stay near by `train.reference_policy` (`<uri>#sha256=<digest>`)"
 
 
@@ -53,10 +53,10 @@ def find_reference(pinned: str, *, policy_pin: str, state_pin: str, info: Mappin
             f"the reference policy of the KL penalty must be at {pin!r}, got: {error}; restore it, "
             f"or {_REMEDY}"
         ) from None
-    if schema != _SCHEMA:
+    if schema != POLICY_SCHEMA:
         raise ConfigError(
-            f"the reference policy of the KL penalty must be a {_SCHEMA}, got {schema} at {uri!r}; "
-            f"{_REMEDY}"
+            f"the reference policy of the KL penalty must be a {POLICY_SCHEMA}, got {schema} at "
+            f"{uri!r}; {_REMEDY}"
         )
     return pin
 

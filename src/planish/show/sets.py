@@ -6,7 +6,6 @@ import itertools
 import math
 import tempfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ import numpy as np
 from rich.console import RenderableType
 
 from planish import store
+from planish.base.errors import RecordError
 from planish.base.text import bytes_text
-from planish.checkpoint.format.safetensors_file import read_header
+from planish.models.headers import read_headers
 from planish.records import PromptSet, Ragged, RewardSet, RolloutSet, TraceSet, ValueSet, WaitingSet
 from planish.records.io import iter_set
 from planish.records.manifest import Manifest
 from planish.records.schema import Record
 from planish.show.text import table
+from planish.store.sources import SourceFolder
 
 RECORDS: dict[str, type[Record]] = {
     schema: cls
@@ -164,23 +165,28 @@ def file_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
     """Return the files of a set, and the tensors of safetensors files."""
     files = [[s.name, bytes_text(s.bytes), s.sha256[:12]] for s in manifest.shards]
     tables: list[RenderableType] = [table("files", "name", "size", "sha256", rows=files)]
-    tensors = [
-        [s.name, *_tensor_facts(f"{uri}/{s.name}", s.bytes)]
-        for s in manifest.shards
-        if s.name.endswith(".safetensors")
-    ]
-    if tensors:
+    sizes = {s.name: s.bytes for s in manifest.shards if s.name.endswith(".safetensors")}
+    facts = [_tensor_facts(uri, name, size) for name, size in sizes.items()]
+    if facts:
         tables.append(
-            table("tensors", "file", "tensors", "parameters", "types", rows=tensors, width=80)
+            table("tensors", "file", "tensors", "parameters", "types", rows=facts, width=80)
         )
     return tables
 
 
-def _tensor_facts(uri: str, size: int) -> list[Any]:
-    """Return numbers of tensors and parameters and the types in a safetensors file, from its
-    header.
+def _tensor_facts(uri: str, name: str, size: int) -> list[Any]:
+    """Return numbers of tensors and parameters and the types in the header of a file.
+
+    Raises:
+        RecordError: the file is no whole safetensors file.
     """
-    entries = read_header(partial(store.read, uri, 0), size, file=uri).values()
-    types = Counter(entry.dtype for entry in entries)
-    counts = ", ".join(f"{name}: {n}" for name, n in sorted(types.items()))
-    return [len(entries), sum(math.prod(entry.shape) for entry in entries), counts]
+
+    def read(name: str, start: int, length: int) -> bytes:
+        return store.read(f"{uri}/{name}", start, length)
+
+    tensors, faults = read_headers(SourceFolder(uri, {name: size}, read))
+    if faults:
+        raise RecordError(f"`{uri}`: {faults[0]}")
+    types = Counter(dtype for dtype, _ in tensors.values())
+    counts = ", ".join(f"{dtype}: {n}" for dtype, n in sorted(types.items()))
+    return [name, len(tensors), sum(math.prod(shape) for _, shape in tensors.values()), counts]

@@ -17,7 +17,7 @@ from safetensors.numpy import save as save_tensors
 
 from planish import store
 from planish.__main__ import main
-from planish.base.errors import CheckpointCorrupt, ObjectMissing, PlanishError, RecordError
+from planish.base.errors import ObjectMissing, PlanishError, RecordError
 from planish.records import (
     EvalReport,
     Ragged,
@@ -125,7 +125,7 @@ def test_a_policy_shows_its_files_and_tensors(store_root):
 def test_what_is_not_safetensors_is_refused(file_root, data):
     files = {"model.safetensors": data}
     ref = write_files(f"{file_root}/p", "policy/1", files, parents={}, attributes={})
-    with pytest.raises(CheckpointCorrupt, match=r"model\.safetensors"):
+    with pytest.raises(RecordError, match=r"model\.safetensors"):
         shown(ref.uri)
 
 

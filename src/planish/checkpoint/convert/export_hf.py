@@ -31,6 +31,7 @@ from planish.checkpoint.pinned import read_pinned
 from planish.checkpoint.ranks.control import Control
 from planish.models.headers import parse_config
 from planish.records.files import (
+    POLICY_SCHEMA,
     WEIGHTS,
     hash_file,
     replace_file,
@@ -42,7 +43,6 @@ from planish.records.manifest import MANIFEST, Shard
 from planish.records.refs import Ref, parse_pin
 from planish.store import Store, uri_of
 
-POLICY_SCHEMA = "policy/1"
 CONFIG = "config.json"
 """File of a Hugging Face folder that describes its model."""
 GROUP_BYTES = 64 << 20

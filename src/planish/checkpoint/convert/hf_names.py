@@ -23,7 +23,7 @@ from planish.checkpoint.loading.fill import Array
 from planish.checkpoint.loading.reader import Opened
 from planish.checkpoint.loading.slices import Slice, SliceReader
 from planish.models.adapters import DOWN, SCALE, UP, is_adapter
-from planish.models.experts import disk_tensors
+from planish.models.experts import LAYER_NAMES, TOP_NAMES, disk_tensors
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,6 @@ Sources = dict[str, WeightPart]
 
 _MEGATRON = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-TOP_NAMES = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-"""Name in megatron-core's GPTModel -> name in transformers, for tensors outside the layers."""
-LAYER_NAMES = {
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "input_layernorm.weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-}
-"""The same for those tensors of a layer that become one weight with the same rows."""
 
 
 def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:

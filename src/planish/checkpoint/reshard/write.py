@@ -10,10 +10,11 @@ from typing import NamedTuple
 from planish import store
 from planish.base.errors import CheckpointExists
 from planish.base.telemetry import event
-from planish.checkpoint.convert.export_hf import POLICY_SCHEMA, export, policy_role
+from planish.checkpoint.convert.export_hf import export, policy_role
 from planish.checkpoint.convert.rewrite import rewrite
 from planish.checkpoint.loading.reader import open_state, split_place
 from planish.checkpoint.reshard.job import CHECKPOINT_SCHEMA, ReshardJob
+from planish.records.files import POLICY_SCHEMA
 from planish.records.io import finished, read_manifest
 from planish.records.manifest import manifest_uri
 from planish.records.refs import Ref, Scalar, parse_pin

@@ -30,6 +30,7 @@ from planish.engines.disagg.m2n.frames import Frame, Transport
 from planish.engines.disagg.m2n.nixl import NixlTransport
 from planish.engines.disagg.m2n.sockets import SocketTransport
 from planish.engines.disagg.settings import RankSettings
+from planish.records.files import POLICY_SCHEMA
 from planish.records.io import fetch_files
 from planish.records.refs import parse_pin
 
@@ -82,7 +83,7 @@ class HeldWeights:
         if not pin or "weights" in message:
             return dict(message)
         uri, digest = parse_pin(pin)
-        return {**message, "folder": str(fetch_files(uri, sha256=digest, schema="policy/1"))}
+        return {**message, "folder": str(fetch_files(uri, sha256=digest, schema=POLICY_SCHEMA))}
 
     def hold(self) -> None:
         """Record that the policy wanted last is now in use."""

@@ -10,9 +10,8 @@ from typing import Any
 
 from planish import store
 from planish.base.errors import ConfigError, ObjectMissing
-from planish.checkpoint.convert.export_hf import POLICY_SCHEMA
 from planish.records import layout
-from planish.records.files import fetch_files, hash_object, publish
+from planish.records.files import POLICY_SCHEMA, fetch_files, hash_object, publish
 from planish.records.io import policy_versions
 from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest
 from planish.records.refs import parse_pin

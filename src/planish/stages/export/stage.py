@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planish.checkpoint.convert.export_hf import POLICY_SCHEMA
-from planish.checkpoint.convert.export_hf import export as export_hf
-from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.train_state import POLICY, checkpoint_pin
+from planish.checkpoint.train_state import Control, export_policy
 from planish.records import layout
+from planish.records.files import POLICY_SCHEMA
 from planish.records.io import finished, read_manifest
 from planish.records.refs import Ref, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
@@ -66,11 +64,10 @@ def export(
     done = finished(uri, POLICY_SCHEMA, parents=parents, config_sha256=context.config_sha256)
     if done is not None:
         return _outcome(done, already_done=True)
-    made = export_hf(
-        checkpoint_pin(state_pin),
+    made = export_policy(
+        state_pin,
         uri,
-        policy=policy_pin,
-        role=POLICY,
+        policy_pin=policy_pin,
         parents=parents,
         attributes={
             "config_sha256": context.config_sha256,

@@ -17,7 +17,7 @@ from planish.base.errors import (
     PlanishError,
     SaveFailed,
 )
-from planish.checkpoint.ranks.control import Control, control_of
+from planish.checkpoint.train_state import Control, shared_call
 from planish.records.stream import StreamState
 from planish.run.pins import Pins
 from planish.run.signals import STOP_SECONDS
@@ -62,8 +62,7 @@ def stored(pins: Pins) -> Made:
 
 def begin_commit(job: TrainJob, trained: Trained) -> Made:
     """Start the thread that waits for the state and then exports; every rank calls it."""
-    call = control_of().call(f"export of iteration {job.iteration}", LIMIT_SECONDS)
-    call = call.twin(missing=SaveFailed)
+    call = shared_call(f"export of iteration {job.iteration}", LIMIT_SECONDS)
     data = whole_pins(trained.stream, job.root)
     made = Made(data, job.policy_pin, job.iteration)
 

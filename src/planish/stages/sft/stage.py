@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from planish.models.adapters import configured
 from planish.models.config import ModelConfig
 from planish.records import layout
+from planish.records.files import POLICY_SCHEMA
 from planish.records.io import finished, read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
 from planish.records.refs import Ref, parse_pin
@@ -28,7 +29,6 @@ START_BAND = (0.15, 0.45)
 """Useful range of accuracy at the start: below it hardly a group has a right answer, above it
 little is left to learn."""
 
-POLICY = "policy/1"
 FIRST_VERSION = 0
 
 
@@ -84,7 +84,7 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
         traces = read_manifest(layout.traces(context.root)).sha256
         parents = {"prompts": prompts.manifest_sha256, "traces": traces}
     uri = layout.policy(context.root, FIRST_VERSION)
-    done = finished(uri, POLICY, parents=parents, config_sha256=context.config_sha256)
+    done = finished(uri, POLICY_SCHEMA, parents=parents, config_sha256=context.config_sha256)
     if done is not None:
         known = read_manifest(uri, sha256=done.manifest_sha256).attributes["metrics"]
         if "accuracy" in known:

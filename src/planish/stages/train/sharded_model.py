@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from planish.algorithms.base import LossOutput, TrainBatch
 from planish.base.parallel import Grid
-from planish.checkpoint.adapters.placement import place
+from planish.checkpoint.train_state import placed
 from planish.models.lora import plain_name
 from planish.models.packing import Context, Packing, pack_rows
 from planish.models.policy import FolderBoxes
@@ -161,7 +161,7 @@ class ShardedModel:
                 # A stage lacks the layers of other stages, and may have several parts of a tensor.
                 found = stored.get(name, buffers.get(name, []))
                 for part in found if isinstance(found, list) else [found]:
-                    _, whereabouts, data = place(name, part)
+                    _, whereabouts, data = placed(name, part)
                     for start, extent in whereabouts:
                         data.copy_(boxes.read(name, shape, start, extent))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from planish.base.parallel import Grid
 from planish.checkpoint import FlatShard
-from planish.checkpoint.convert.hf_names import LAYER_NAMES, TOP_NAMES
+from planish.models.experts import LAYER_NAMES, TOP_NAMES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 EXPERTS = "mlp.experts."
