@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from planish.base.config import Section
+from planish.base.config import Needs, Section, setting
 from planish.models.tokens import check_stop_strings
 from planish.store.sources import parse_source
 
@@ -27,53 +27,58 @@ class ModelConfig(Section):
     """Jinja chat template of a pretrained tokenizer, in place of its own; empty keeps its own."""
     template_variables: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str
-    ] = Field(default={})
+    ] = setting({}, quiet="template_variables")
     """Variables of a pretrained tokenizer's chat template, such as `{enable_thinking = false}`.
     Every export of the policy has their values in its template; the template's date is the day of
     import."""
-    stop_strings: list[str] = Field(default_factory=list)
+    stop_strings: list[str] = setting([], quiet="stop_strings")
     """Texts that end a response with the token that completes them, beside the end tokens; every
     export of the policy names them in its generation_config.json."""
-    end_tokens: list[str] = Field(default_factory=list)
+    end_tokens: list[str] = setting([], quiet="end_tokens")
     """Tokens of a pretrained model that end a response, such as `["<|im_end|>"]`. Empty takes the
     end tokens in its tokenizer and its configurations, and the token by which its chat template
     closes an assistant's turn."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights, and of the weights in rollout engines."""
-    head_dtype: Literal["float32", "bfloat16"] = "float32"
+    head_dtype: Literal["float32", "bfloat16"] = setting("float32", quiet="head_dtype dtype")
     """Type in which trainer and engines compute the LM head; float32 keeps their log-probabilities
     closer (MiniMax-M1, arXiv 2506.13585, section 3.2) and costs time. A policy has it in its
     config.json, from which vLLM reads it."""
-    lora_rank: int = Field(default=0, ge=0)
+    lora_rank: int = setting(
+        0,
+        Needs("train.trainer", "fsdp2", "megatron trains no adapters"),
+        quiet="lora_rank",
+        ge=0,
+    )
     """Rank of low-rank adapters (LoRA), which train in place of the weights; 0 trains all
     weights. An exported policy has the adapters merged into its weights."""
-    lora_alpha: float = Field(default=32.0, gt=0.0)
+    lora_alpha: float = setting(32.0, quiet="lora_rank", gt=0.0)
     """The output of the adapters is multiplied by `lora_alpha / lora_rank` (32 as in TRL); only
     with `lora_rank`."""
-    lora_target_modules: list[str] = Field(default_factory=list)
+    lora_target_modules: list[str] = setting([], quiet="lora_rank")
     """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty: all of
     them but those of routed experts; only with `lora_rank`."""
-    num_layers: int = Field(default=2, ge=1)
+    num_layers: int = Field(2, ge=1)
     """Decoder layers."""
-    hidden_size: int = Field(default=64, ge=1)
+    hidden_size: int = Field(64, ge=1)
     """Width of the residual stream."""
-    intermediate_size: int = Field(default=192, ge=1)
+    intermediate_size: int = Field(192, ge=1)
     """Width of the gated feed-forward layer."""
-    num_experts: int = Field(default=0, ge=0)
+    num_experts: int = Field(0, ge=0)
     """Experts of each layer, as in Qwen3-MoE; 0 builds a dense model."""
-    experts_per_token: int = Field(default=2, ge=1)
+    experts_per_token: int = setting(2, quiet="num_experts", ge=1)
     """Experts that compute a token; only with `num_experts`."""
-    expert_intermediate_size: int = Field(default=64, ge=1)
+    expert_intermediate_size: int = setting(64, quiet="num_experts", ge=1)
     """Width of one expert, in place of `intermediate_size`; only with `num_experts`."""
-    num_heads: int = Field(default=2, ge=1)
+    num_heads: int = Field(2, ge=1)
     """Query heads."""
-    num_kv_heads: int = Field(default=1, ge=1)
+    num_kv_heads: int = Field(1, ge=1)
     """Key and value heads; must divide `num_heads`."""
-    head_dim: int = Field(default=32, ge=2)
+    head_dim: int = Field(32, ge=2)
     """Width of one head; even, because of the rotary embedding."""
-    initializer_range: float = Field(default=0.08, gt=0.0)
+    initializer_range: float = Field(0.08, gt=0.0)
     """Standard deviation of the initial weights."""
-    max_model_tokens: int = Field(default=1024, ge=2)
+    max_model_tokens: int = Field(1024, ge=2)
     """Longest prompt plus response, in tokens, for which positions are defined."""
     alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=;:.,()% \n"
     """Characters of the character-level tokenizer; any other character becomes `<unk>`."""
@@ -101,13 +106,6 @@ class ModelConfig(Section):
     def _usable(cls, stop_strings: list[str]) -> list[str]:
         check_stop_strings(stop_strings)
         return stop_strings
-
-    def _off(self) -> list[str]:
-        dense = () if self.num_experts else ("experts_per_token", "expert_intermediate_size")
-        whole = () if self.lora_rank else ("lora_rank", "lora_alpha", "lora_target_modules")
-        tables = ("stop_strings", "end_tokens", "template_variables")
-        off = [*dense, *whole, *(key for key in tables if not getattr(self, key))]
-        return off + (["head_dtype"] if self.head_dtype == self.dtype == "float32" else [])
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

@@ -6,14 +6,15 @@ faults of room can become warnings.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
+from planish.base.config import document_faults
 from planish.base.errors import ClusterError, ConfigError
 from planish.base.parallel import MIN_DRIVER
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
@@ -163,9 +164,9 @@ class Pod:
 class PodRequests:
     """Pods that the pipeline was compiled with."""
 
-    pod: Mapping[str, str]
+    pod: Mapping[str, str] = field(default_factory=dict)
     """Largest request of one pod by resource."""
-    total: Mapping[str, str]
+    total: Mapping[str, str] = field(default_factory=dict)
     """Largest sum of requests of pods that run at the same time."""
     stages: Mapping[str, Pod] = field(default_factory=dict)
     gpu_bytes: int = 80 * 10**9
@@ -197,27 +198,14 @@ class PodRequests:
             ConfigError: another release has compiled the pipeline, with other fields.
         """
         try:
-            raw: dict[str, Any] = json.loads(text or "{}")
-            num_nodes = int(raw.get("num_nodes", 1))
-            stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
-        except (AttributeError, TypeError, ValueError) as error:
+            found = TypeAdapter(cls).validate_json(text or "{}")
+        except ValidationError as error:
             raise ConfigError(
-                f"`requests` must be JSON with pod, total and stages, got {text!r:.200} ({error}); "
-                "compile the pipeline with the release of the image"
+                f"`requests` must be JSON with pod, total and stages, got {text!r:.200} "
+                f"({document_faults(error)}); compile the pipeline with the release of the image"
             ) from None
-        return cls(
-            raw.get("pod", {}),
-            raw.get("total", {}),
-            stages,
-            int(raw.get("gpu_bytes", cls.gpu_bytes)),
-            num_nodes=num_nodes,
-            has_gang_pods=num_nodes > 1,
-            rank=raw.get("rank", {}),
-            in_turn="iterate" in stages,
-            moments=raw.get("moments", {}),
-            labels=raw.get("labels", {}),
-            gpu_labels=raw.get("gpu_labels", {}),
-        )
+        is_gang, in_turn = found.num_nodes > 1, "iterate" in found.stages
+        return replace(found, has_gang_pods=is_gang, in_turn=in_turn)
 
     def pod_of(self, stage: str) -> Pod | None:
         """Return the pod of a stage; the pod of `iterate`, if any, runs `rollout` and `train`."""
