@@ -16,7 +16,7 @@ from enum import Enum
 from importlib import resources
 from pathlib import Path
 from types import NoneType, SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -129,7 +129,11 @@ class Section(BaseModel):
     def _read_none(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        return {key: None if _is_none(cls, key, value) else value for key, value in raw.items()}
+        fields = cls.model_fields.items()
+        off = {key for key, field in fields if NoneType in get_args(field.annotation)}
+        return {
+            key: None if value == "none" and key in off else value for key, value in raw.items()
+        }
 
     @classmethod
     def declared(cls, name: str, key: Literal["needs", "quiet"]) -> Any:
@@ -155,15 +159,6 @@ class Section(BaseModel):
         table: dict[str, Any] = handler(self)
         off = self._off()
         return {name: value for name, value in table.items() if name not in off}
-
-
-def _is_none(cls: type[BaseModel], key: str, value: object) -> bool:
-    if value != "none" or key not in cls.model_fields:
-        return False
-    annotation = cls.model_fields[key].annotation
-    kinds = get_args(annotation) or (annotation,)
-    has_text = any(kind is str or get_origin(kind) is Literal for kind in kinds)
-    return NoneType in kinds and not has_text
 
 
 SectionT = TypeVar("SectionT", bound=Section)

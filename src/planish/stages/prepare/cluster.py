@@ -7,7 +7,7 @@ faults of room can become warnings.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
 from planish.run.gang.cluster import TRAINER_PERMISSIONS
 from planish.run.gang.manifests import RUNTIME
 from planish.run.kube import Kube, in_pod
+
+Nodes = Sequence[Mapping[str, str]]
+"""Allocatable resources and labels of each schedulable node, in one mapping."""
 
 ACTIVE_PHASES = ("", "Pending", "Running")
 
@@ -77,7 +80,7 @@ class ClusterApi(Kube):
         states = [item.get("status", {}) for item in listed]
         return [{"hard": s.get("hard", {}), "used": s.get("used", {})} for s in states]
 
-    def nodes(self) -> Sequence[Mapping[str, str]]:
+    def nodes(self) -> Nodes:
         """Return allocatable resources and labels of each schedulable node, in one mapping."""
         return [
             {**node["metadata"].get("labels", {}), **node["status"].get("allocatable", {})}
@@ -255,14 +258,15 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
             "manifests/ for this namespace (kfp-single-user, kfp-multi-user, or local or gpu "
             "without Kubeflow) and name its account, planish-runner"
         )
-    room: list[str] = []
+    may_list = {p.resource for p in (*wanted, *everywhere) if p not in missing}
+    quotas = api.quotas() if "resourcequotas" in may_list else []
+    nodes = api.nodes() if "nodes" in may_list else None
+    room = list(_quota_faults(quotas, requests))
     waiting: list[str] = []
-    if Permission("", "resourcequotas", "list") not in missing:
-        room += _quota_faults(api.quotas(), requests)
-    if Permission("", "nodes", "list") not in missing:
-        nodes = api.nodes()
+    if nodes is not None:
         room += [*_node_faults(nodes, requests), *_driver_faults(nodes, requests)]
         waiting = _waiting(nodes, requests)
+    room = [f"{fault}, or set `chain.assume_autoscaling=true`" for fault in room]
     retries = retries_under(api.controller())
     if assume_autoscaling:
         return Findings(tuple(faults), (*room, *waiting), retries)
@@ -294,52 +298,42 @@ def retries_under(settings: Mapping[str, str] | None) -> str:
     )
 
 
-def _driver_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
-    """Return a fault if nodes have a driver older than the CUDA wheels of our images need."""
+def _driver_faults(nodes: Nodes, requests: PodRequests) -> Iterator[str]:
+    """Yield a fault if nodes have a driver older than the CUDA wheels of our images need."""
     versions = {node.get(DRIVER_LABEL, "") for node in nodes}
     old = sorted(each for each in versions if each.isdecimal() and int(each) < MIN_DRIVER)
-    if not (old and requests.have_gpus):
-        return []
-    return [
-        f"nodes with GPUs must have the NVIDIA driver {MIN_DRIVER} or newer for CUDA 13, got "
-        f"`{DRIVER_LABEL}` = {', '.join(old)}; update their driver, cordon them, or set "
-        "`chain.assume_autoscaling=true`"
-    ]
+    if old and requests.have_gpus:
+        yield (
+            f"nodes with GPUs must have the NVIDIA driver {MIN_DRIVER} or newer for CUDA 13, got "
+            f"`{DRIVER_LABEL}` = {', '.join(old)}; update their driver, cordon them"
+        )
 
 
 def _quota_faults(
     quotas: Sequence[Mapping[str, Mapping[str, str]]], requests: PodRequests
-) -> list[str]:
-    faults = []
+) -> Iterator[str]:
+    # The quota names cores and memory with or without the prefix, other resources with it.
+    names = {f"requests.{resource}": resource for resource in requests.total}
+    names |= {resource: resource for resource in ("cpu", "memory") if resource in requests.total}
     for quota in quotas:
-        for key, limit in sorted(quota.get("hard", {}).items()):
-            resource = key.removeprefix("requests.")
-            wanted = requests.total.get(resource)
-            if wanted is None or (resource == key and resource not in ("cpu", "memory")):
-                continue
+        for key in sorted(names.keys() & quota.get("hard", {})):
+            wanted, limit = requests.total[names[key]], quota["hard"][key]
             free = amount(limit) - amount(quota.get("used", {}).get(key, "0"))
             if amount(wanted) > free:
-                faults.append(
-                    f"the quota of the namespace must leave {wanted} of `{resource}` for the "
-                    f"largest stage, got {limit} in all and {free:g} free; raise the quota, wait, "
-                    "or set `chain.assume_autoscaling=true`"
+                yield (
+                    f"the quota of the namespace must leave {wanted} of `{names[key]}` for the "
+                    f"largest stage, got {limit} in all and {free:g} free; raise the quota, wait"
                 )
-    return faults
 
 
-def _for_pods(
-    nodes: Sequence[Mapping[str, str]], requests: PodRequests, *, with_gpus: bool
-) -> list[Mapping[str, str]]:
-    """Return the nodes whose labels match those of the pods."""
-    labels = {**requests.labels, **(requests.gpu_labels if with_gpus else {})}
+def _for_pods(nodes: Nodes, requests: PodRequests, wanted: Mapping[str, str]) -> Nodes:
+    """Return the nodes whose labels match those of the pods with these requests."""
+    has_gpus = not wanted.keys() <= {"cpu", "memory"}
+    labels = {**requests.labels, **(requests.gpu_labels if has_gpus else {})}
     return [node for node in nodes if labels.items() <= node.items()]
 
 
-def _has_gpus(wanted: Mapping[str, str]) -> bool:
-    return not wanted.keys() <= {"cpu", "memory"}
-
-
-def _places(nodes: Sequence[Mapping[str, str]], wanted: Mapping[str, str]) -> int:
+def _places(nodes: Nodes, wanted: Mapping[str, str]) -> int:
     """Return the number of pods of this size that fit on the nodes if these are empty."""
     each = {name: amount(text) for name, text in wanted.items()}
     return sum(
@@ -349,11 +343,11 @@ def _places(nodes: Sequence[Mapping[str, str]], wanted: Mapping[str, str]) -> in
     )
 
 
-def _waiting(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
+def _waiting(nodes: Nodes, requests: PodRequests) -> list[str]:
     """Return a warning for each stage whose pods do not all fit at the same time."""
     found = []
     for stage, (count, wanted) in requests.moments.items():
-        room = _places(_for_pods(nodes, requests, with_gpus=_has_gpus(wanted)), wanted)
+        room = _places(_for_pods(nodes, requests, wanted), wanted)
         if room < count:
             found.append(
                 f"`{stage}` runs {count} pods at the same time, each with {dict(wanted)}, and the "
@@ -362,33 +356,33 @@ def _waiting(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[
     return found
 
 
-def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
-    faults = []
-    ours = _for_pods(nodes, requests, with_gpus=_has_gpus(requests.pod))
+def _node_faults(nodes: Nodes, requests: PodRequests) -> Iterator[str]:
+    ours = _for_pods(nodes, requests, requests.pod)
     if nodes and not ours:
         labels = {**requests.labels, **requests.gpu_labels}
-        faults.append(
+        yield (
             f"a node with the labels {labels} must exist, but none of the {len(nodes)} nodes has "
-            "them; label the nodes, or set `chain.assume_autoscaling=true`"
+            "them; label the nodes"
         )
-        return faults
+        return
+    is_small = False
     for resource, wanted in sorted(requests.pod.items()):
         largest = max((amount(node.get(resource, "0")) for node in ours), default=0.0)
+        is_small |= amount(wanted) > largest
         if largest == 0 and resource not in ("cpu", "memory"):
-            faults.append(
+            yield (
                 f"a node with `{resource}` must exist, but none of the {len(ours)} nodes has it; "
-                "add one, compile another profile, or set `chain.assume_autoscaling=true`"
+                "add one, compile another profile"
             )
         elif amount(wanted) > largest:
-            faults.append(
+            yield (
                 f"a node must hold {wanted} of `{resource}` for the largest pod, but the largest "
-                f"has {largest:g}; compile another profile or set `chain.assume_autoscaling=true`"
+                f"has {largest:g}; compile another profile"
             )
     at_once = _places(ours, requests.rank)
-    if not faults and requests.num_nodes > 1 and at_once < requests.num_nodes:
-        faults.append(
+    if not is_small and requests.num_nodes > 1 and at_once < requests.num_nodes:
+        yield (
             f"the nodes must hold the {requests.num_nodes} pods that train together, each with "
             f"{dict(requests.rank)}, but only {at_once} of them fit; add nodes, lower "
-            "`train.num_nodes`, or set `chain.assume_autoscaling=true`"
+            "`train.num_nodes`"
         )
-    return faults
