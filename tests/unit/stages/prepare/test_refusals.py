@@ -10,6 +10,7 @@ from planish.base.config import (
     SECTIONS,
     Needs,
     Section,
+    Wanted,
     load_preset,
     merge,
     need_faults,
@@ -20,7 +21,7 @@ from planish.base.config import (
     setting,
 )
 from planish.base.errors import ConfigError
-from planish.engines import APART, ENGINES
+from planish.engines import APART
 from planish.models.shapes import shape_of
 from planish.stages.prepare.checks import check_run
 from planish.stages.prepare.devices import (
@@ -52,129 +53,78 @@ def configured(words="", preset=None):
 class Toy(Section):
     size: int = setting(1, Needs("toy.kind", ("a", "b"), "it has none"), ge=1)
     """Size."""
-    kind: str = setting("a", Needs("other.rate", when="b"), Needs("toy.size", 1, when="c"))
+    kind: str = setting("a", Needs("other.rate", when="b"))
     """Kind."""
 
 
-class Other(Section):
-    rate: float = 0.5
-    """Rate."""
-
-
 @pytest.mark.parametrize(
-    ("toy", "rate", "faults"),
+    ("toy", "told"),
     [
-        ({}, 0.5, []),
-        ({"size": 2}, 0.5, []),
-        ({"kind": "b"}, 0.7, []),
+        ({"size": 2}, ""),
+        # A section alone is judged by its own settings.
+        ({"size": 2, "kind": "b"}, ""),
         (
-            {"kind": "b", "size": 2},
-            0.5,
-            [
-                '`other.rate` must not be 0.5 with `toy.kind` = "b", got 0.5; change it, or leave '
-                "out `toy.kind`"
-            ],
-        ),
-        (
-            {"kind": "c", "size": 2},
-            0.5,
-            [
-                '`toy.kind` must be "a" or "b" with `toy.size` = 2, got "c"; it has none',
-                '`toy.size` must be 1 with `toy.kind` = "c", got 2; change it, or leave out '
-                "`toy.kind`",
-            ],
+            {"size": 2, "kind": "c"},
+            '`toy.kind` must be "a" or "b" with `toy.size` = 2, got "c"; it has none',
         ),
     ],
 )
-def test_a_need_is_refused_by_name_with_the_value_seen_and_the_remedy(toy, rate, faults):
-    sections = {"toy": Toy(**toy), "other": Other(rate=rate)}
-    assert need_faults(sections) == faults
-    # A section alone is judged by its own settings.
-    alone = [fault for fault in faults if "other" not in fault]
-    assert need_faults({"toy": sections["toy"]}) == alone
+def test_a_need_is_refused_with_the_value_seen_and_the_reason(toy, told):
+    assert "; ".join(need_faults({"toy": Toy(**toy)})) == told
 
 
-def engine_rows():
-    """Return a row for each engine that lacks a setting of others."""
-    for name, field in section_class("engine", {}).model_fields.items():
-        value = {"peers": '["a:1","b:2"]', "vllm": "{seed=1}"}.get(name, field.default)
-        for need in section_class("engine", {}).declared(name, "needs"):
-            wanted = need.values if isinstance(need.values, tuple) else (need.values,)
-            for engine in sorted(ENGINES.keys() - {*wanted}):
-                text = value if isinstance(value, str) else json.dumps(value)
-                yield (
-                    f"engine.{name}={text} engine.name={engine} {EXPERTS}",
-                    "engine.name",
-                    f"engine.{name}",
-                )
+CLASSES = {name: section_class(name, {}) for name in SECTIONS} | {
+    f"algorithm.{name}": section_class("algorithm", {"name": name}) for name in ALGORITHMS
+}
+DECLARED = [
+    pytest.param(section, name, need, id=f"{section}.{name} needs {need.path}")
+    for section, cls in CLASSES.items()
+    for name in cls.model_fields
+    for need in cls.declared(name, "needs")
+]
 
 
-NEEDS = [
-    *engine_rows(),
-    ("curate.evaluation_dataset=a.jsonl", "curate.dataset", "curate.evaluation_dataset"),
-    ("curate.rewriter=a:b", "curate.to_integers", "curate.rewriter"),
-    (f"{AHEAD} {WINDOWS} {KEEP}", "rollout.window_tokens", "rollout.ahead"),
-    (f"{AHEAD} rollout.max_staleness=1", "rollout.max_staleness", "rollout.ahead"),
-    ("rollout.ahead=1", "algorithm.correction", "rollout.ahead"),
-    *(
-        (f"rollout.max_staleness=1 algorithm.name={name}", "algorithm.correction",
-         "rollout.max_staleness")
-        for name in sorted(ALGORITHMS.keys() - {"tppo"})
-    ),
-    ("rollout.starvation_policy=relax", "reward.keep_uniform_groups", "rollout.starvation_policy"),
-    (f"rollout.window_tokens=16 {KEEP}", "rollout.dynamic_sampling", "rollout.window_tokens"),
-    (f"{WINDOWS} rollout.max_staleness=1", "rollout.max_staleness", "rollout.window_tokens"),
-    (WINDOWS, "reward.keep_uniform_groups", "rollout.window_tokens"),
-    (f"{WINDOWS} rollout.unfinished=hold", "reward.keep_uniform_groups", "rollout.window_tokens"),
-    ("rollout.unfinished=hold", "rollout.window_tokens", "rollout.unfinished"),
-    ("reward.max_response_tokens=9000", "rollout.max_response_tokens",
-     "reward.max_response_tokens"),
-    ("algorithm.name=tppo", "rollout.window_tokens", "algorithm.window_tokens"),
-    (f"algorithm.name=tppo {WINDOWS} {KEEP}", "rollout.window_tokens", "algorithm.window_tokens"),
-    (f"algorithm.name=tppo algorithm.window_tokens=16 {GROUPS}", "rollout.unfinished",
-     "algorithm.window_tokens"),
-    *(
-        (f"{key}=true {EXPERTS} engine.name=vllm rollout.device=cpu", "engine.name", key)
-        for key in ("rollout.keep_routing", "train.replay_routing")
-    ),
-    ("model.lora_rank=2 train.trainer=megatron", "train.trainer", "model.lora_rank"),
-    *(
-        (f"train.{key}_parallel=2", "train.trainer", f"train.{key}_parallel")
-        for key in ("tensor", "pipeline", "expert")
-    ),
-    ("train.trainer=megatron train.sequence_parallel=true", "train.tensor_parallel",
-     "train.sequence_parallel"),
-    ("train.context_parallel=2 train.packing=false", "train.packing", "train.context_parallel"),
-    ("train.trainer=megatron train.replicas=2", "train.trainer", "train.replicas"),
-    ("train.trainer=megatron train.offload=true", "train.trainer", "train.offload"),
-    ("train.selection=mixed_first", "train.max_groups", "train.selection"),
-    ("train.max_groups=3", "train.selection", "train.max_groups"),
-    (f"train.reference_policy={PIN}", "algorithm.kl_coefficient", "train.reference_policy"),
-    ("critic.init=model", "critic.path", "critic.init"),
-    ("critic.path=a/b", "critic.init", "critic.path"),
-]  # fmt: skip
-"""Overrides of the defaults, the setting to change, and the setting that needs another value."""
+def changed(value):
+    """Return another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, dict):
+        return {"x": 1}
+    if isinstance(value, str | tuple):
+        return value + type(value)("x")
+    return (value or 0) + 1
 
 
-@pytest.mark.parametrize(("words", "wrong", "needing"), NEEDS)
-def test_a_setting_without_what_it_needs_is_refused(words, wrong, needing):
-    told = rf"`{wrong}` must (not )?be \S.* with `{needing}` = \S.*, got \S.*; \S"
-    with pytest.raises(ConfigError, match=told):
-        configured(words)
+def first(values, default):
+    """Return a value among the wanted ones."""
+    if isinstance(values, Wanted):
+        return changed(default)
+    return values[0] if isinstance(values, tuple) else values
 
 
-def test_every_need_has_a_row():
-    classes = {name: section_class(name, {}) for name in SECTIONS} | {
-        f"algorithm.{name}": section_class("algorithm", {"name": name}) for name in ALGORITHMS
-    }
-    declared = {
-        (need.path, f"{section.partition('.')[0]}.{name}")
-        for section, cls in classes.items()
-        for name in cls.model_fields
-        for need in cls.declared(name, "needs")
-    }
-    assert len(declared) > 30
-    assert declared == {(wrong, needing) for _, wrong, needing in NEEDS}
+@pytest.mark.parametrize(("section", "name", "need"), DECLARED)
+def test_each_declared_need_is_refused_by_name(section, name, need):
+    own = section.partition(".")[0]
+    sections = {key: CLASSES[key]() for key in SECTIONS} | {own: CLASSES[section]()}
+
+    def default(path):
+        place, _, key = path.partition(".")
+        return getattr(CLASSES[section if place == own else place](), key)
+
+    def faults(path, value):
+        place, _, key = path.partition(".")
+        sections[place] = sections[place].model_copy(update={key: value})
+        starts = f"`{need.path}` must ", f" with `{own}.{name}` = "
+        return [f for f in need_faults(sections) if f.startswith(starts[0]) and starts[1] in f]
+
+    value = first(need.when, default(f"{own}.{name}"))
+    wanted = value if need.values is Wanted.SAME else first(need.values, default(need.path))
+    wrong = default(need.path) if need.values is Wanted.IN_USE else changed(wanted)
+    for path, values in {f"{own}.{name}": (value,), **need.beside}.items():
+        faults(path, first(values, None))
+    assert faults(need.path, wanted) == []
+    (fault,) = faults(need.path, wrong)
+    assert re.search(r" must (not )?be .*, got .*; .", fault)
 
 
 SPREAD = "`engine.expert_ranks` must divide the"
@@ -223,6 +173,11 @@ CONFIGURATION = [
         (f"{section}.temperature=1e-5", rf"`{section}.temperature`")
         for section in ("rollout", "evaluate")
     ),
+    ("train.selection=mixed_first", "`train.max_groups` must not be .* with `train.selection` = "),
+    ("engine.tensor_parallel=1", '`engine.name` must be "vllm" with .* = 1, got "transformers"'),
+    (f"train.reference_policy={PIN}", "`algorithm.kl_coefficient` must not be 0.0 with"),
+    (f"{KEEP} rollout.window_tokens=16", "`rollout.dynamic_sampling` must be false with"),
+    ("algorithm.name=tppo", "`rollout.window_tokens` must be 8192 with .*, got 0"),
     ("train.trainer=other", "`train.trainer`: .* got 'other'"),
     (f"{MEGATRON} train.num_processes=6", r"a multiple of `tensor_parallel` \(4\), got 6"),
     ("train.split=three", "must read `samplers:trainers`"),
