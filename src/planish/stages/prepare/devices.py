@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from operator import attrgetter
@@ -59,7 +59,7 @@ class Demand:
     stage: str
     device: str
     """Device in words: `each of 8 GPUs`."""
-    parts: tuple[MemoryPart, ...]
+    parts: Sequence[MemoryPart]
     room_bytes: int
     remedy: str
 
@@ -337,7 +337,7 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
         if has_model:
             remedy += ", or begin with the model as it is (`sft.force=false`)"
         device, room = "one GPU" if pod.gpus else HOST, _room(pod, 1, gpu_bytes)
-        found.append(Demand("sft", device, tuple(parts), room, remedy))
+        found.append(Demand("sft", device, parts, room, remedy))
     for stage in ("evaluate",) if in_turn else ("rollout", "evaluate"):
         if pod := requests.pod_of(stage):
             found += _engine_demands(config, shape, stage, pod, gpu_bytes)
@@ -369,7 +369,7 @@ def _engine_demands(
         others = [memory.expert_rank_part(config, shape), arriving]
     room = room_of_experts = _room(pod, 1 + is_apart * engine.num_ranks, gpu_bytes)
     if not pod.gpus:
-        total = (*_times(parts, attention), *_times(others, experts))
+        total = [*_times(parts, attention), *_times(others, experts)]
         return [Demand(stage, HOST, total, room, more)]
     if engine.name.startswith("vllm"):
         # The share limits vLLM itself; memory of frames comes on top.
@@ -378,12 +378,12 @@ def _engine_demands(
         more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
     device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
     if not is_apart:
-        return [Demand(stage, device, tuple(parts), room, more)]
+        return [Demand(stage, device, parts, room, more)]
     remedy = f"raise `engine.expert_ranks`, {remedy}"
     of_experts = f"{_gpus(attention, experts)} of experts"
     return [
-        Demand(stage, f"{_gpus(0, attention)} of attention", tuple(parts), room, more),
-        Demand(stage, of_experts, tuple(others), room_of_experts, remedy),
+        Demand(stage, f"{_gpus(0, attention)} of attention", parts, room, more),
+        Demand(stage, of_experts, others, room_of_experts, remedy),
     ]
 
 
@@ -415,7 +415,7 @@ def _demands_in_turn(
     (sampling,) = _engine_demands(beside, shape, section, pod, gpu_bytes)
     if not pod.gpus:
         count = count or processes.pod - num_trainers(config.train.split, processes.pod)
-        engines = _times(list(sampling.parts), count)
+        engines = _times(sampling.parts, count)
         return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
     if is_ahead:
         return [train, *others, sampling]
@@ -460,7 +460,7 @@ def _sharing(train: Any, num_ranks: int) -> Sharing:
     return Sharing(train.tensor_parallel * stages, train.expert_parallel * stages, gathers=False)
 
 
-def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
+def _times(parts: Sequence[MemoryPart], ranks: int) -> Sequence[MemoryPart]:
     if ranks == 1:
         return parts
     return [MemoryPart(p.name, p.num_bytes * ranks, f"{p.how} x {ranks}") for p in parts]
@@ -493,9 +493,9 @@ def _train_demands(
     host = state if train.offload else []
     if not pod.gpus:
         parts = [*host, *parts, batch]
-        return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
+        return [Demand("train", HOST, _times(parts, ranks), room, remedy)]
     num_gpus = total if is_ahead else processes.total // processes.pod * pod.gpus
-    found = [Demand("train", f"each of {num_gpus} GPUs", tuple(parts), room, remedy)]
+    found = [Demand("train", f"each of {num_gpus} GPUs", parts, room, remedy)]
     if train.trainer == "megatron":
         host = [replace(state[0], name="weights on their way to the GPUs")]
     whole = (
@@ -503,8 +503,7 @@ def _train_demands(
         "memory"
     )
     room = pod.memory_bytes - ranks * PROGRAM_BYTES
-    held = _times([*host, batch], ranks)
-    return [*found, Demand("train", HOST, tuple(held), room, whole)]
+    return [*found, Demand("train", HOST, _times([*host, batch], ranks), room, whole)]
 
 
 def judge(
