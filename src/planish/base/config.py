@@ -16,7 +16,7 @@ from enum import Enum
 from importlib import resources
 from pathlib import Path
 from types import NoneType, SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -77,6 +77,10 @@ _MAX_DEPTH = 16
 """Maximum depth of nested tables and lists; settings need three."""
 
 
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+"""Number from 0 to 1."""
+
+
 class Wanted(Enum):
     """Wanted values of a setting that are no list."""
 
@@ -113,7 +117,8 @@ def setting(default: Any, *needs: Needs, quiet: str = "", **limits: Any) -> Any:
     `quiet` names settings, separated by spaces: while all of them have their defaults, a dump
     leaves this setting out, so that runs without it keep their digest.
     """
-    return Field(default, json_schema_extra={"needs": needs, "quiet": quiet}, **limits)
+    extra: dict[str, Any] = {"needs": needs, "quiet": quiet}
+    return Field(default, json_schema_extra=extra, **limits)
 
 
 class Section(BaseModel):
@@ -314,7 +319,9 @@ def need_faults(sections: Mapping[str, Section]) -> list[str]:
             causes = {path: need.when, **need.beside}
             if not {need.path, *causes} <= owners.keys():
                 continue
-            if all(map(fits, causes, causes.values())) and not fits(*need[:2], values[path]):
+            if all(map(fits, causes, causes.values())) and not fits(
+                need.path, need.values, values[path]
+            ):
                 seen = toml_value(values[need.path])
                 must = f"not be {seen}"
                 if need.values is not Wanted.IN_USE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from planish.base.config import Needs, Section, setting
 from planish.engines import APART, ENGINES
@@ -32,7 +32,7 @@ class EngineConfig(Section):
     name: str = "transformers"
     """Key in the table of engines; rollouts, evaluation, pass rates and the probe of the cold
     start use the same one."""
-    tensor_parallel: int = setting(1, _VLLM, ge=1)
+    tensor_parallel: PositiveInt = setting(1, _VLLM)
     """Ranks that share every layer; each has its own accelerator, or for dense policies may be a
     process on the CPU."""
     expert_parallel: bool = setting(False, _VLLM)
@@ -43,18 +43,18 @@ class EngineConfig(Section):
     memory_share: float = setting(0.85, _ANY_VLLM, gt=0.0, le=1.0)
     """Share of each accelerator's memory for weights and cache; for the probe of the cold start it
     is `sft.probe_memory_share`."""
-    cache_bytes: int = setting(0, _ANY_VLLM, ge=0)
+    cache_bytes: NonNegativeInt = setting(0, _ANY_VLLM)
     """Bytes of the cache of keys and values on each rank; 0 takes the rest of `memory_share`, on
     the CPU 1 GiB."""
-    attention_ranks: int = setting(1, _APART, ge=1)
+    attention_ranks: PositiveInt = setting(1, _APART)
     """Processes with attention and the requests, each with a whole copy; every rank of a pod
     has its own accelerator."""
-    expert_ranks: int = setting(1, _APART, ge=1)
+    expert_ranks: PositiveInt = setting(1, _APART)
     """Processes that share the experts."""
     micro_batches: int = setting(2, Needs("engine.name", "disagg"), ge=1, le=4)
     """Parts of the requests of each attention rank; one computes while the rows of the others are
     at the experts."""
-    redundant_experts: int = setting(0, _APART, ge=0)
+    redundant_experts: NonNegativeInt = setting(0, _APART)
     """Replicas of busy experts on each expert rank, beside its own experts."""
     transport: Literal["sockets", "nixl"] = setting("sockets", _APART)
     """Transport of rows between ranks: TCP through the host's memory, or NIXL from the memory of
@@ -63,10 +63,10 @@ class EngineConfig(Section):
     """`host:port` of each rank that runs on another machine as `planish rollout rank`, attention
     ranks first; empty starts the ranks beside the engine. It needs the token in
     PLANISH_RANKS_TOKEN."""
-    rank_timeout_seconds: float = setting(60.0, _APART, gt=0.0)
+    rank_timeout_seconds: PositiveFloat = setting(60.0, _APART)
     """Longest wait for an iteration, a weight update or another rank. The start, in which ranks
     read their weights, may take twice as long, and with vLLM at least 15 minutes."""
-    batch_tokens: int = Field(0, ge=0)
+    batch_tokens: NonNegativeInt = 0
     """Maximum of tokens in one forward pass over prompts; 0 is the engine's own choice."""
     vllm: dict[str, Any] = setting({}, _ANY_VLLM)
     """Options of vLLM's `EngineArgs` that are no setting of Planish, such as `kv_cache_dtype`,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from planish.base.config import Needs, Section, setting
 from planish.models.tokens import check_stop_strings
@@ -44,39 +51,38 @@ class ModelConfig(Section):
     """Type in which trainer and engines compute the LM head; float32 keeps their log-probabilities
     closer (MiniMax-M1, arXiv 2506.13585, section 3.2) and costs time. A policy has it in its
     config.json, from which vLLM reads it."""
-    lora_rank: int = setting(
+    lora_rank: NonNegativeInt = setting(
         0,
         Needs("train.trainer", "fsdp2", "megatron trains no adapters"),
         quiet="lora_rank",
-        ge=0,
     )
     """Rank of low-rank adapters (LoRA), which train in place of the weights; 0 trains all
     weights. An exported policy has the adapters merged into its weights."""
-    lora_alpha: float = setting(32.0, quiet="lora_rank", gt=0.0)
+    lora_alpha: PositiveFloat = setting(32.0, quiet="lora_rank")
     """The output of the adapters is multiplied by `lora_alpha / lora_rank` (32 as in TRL); only
     with `lora_rank`."""
     lora_target_modules: list[str] = setting([], quiet="lora_rank")
     """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty: all of
     them but those of routed experts; only with `lora_rank`."""
-    num_layers: int = Field(2, ge=1)
+    num_layers: PositiveInt = 2
     """Decoder layers."""
-    hidden_size: int = Field(64, ge=1)
+    hidden_size: PositiveInt = 64
     """Width of the residual stream."""
-    intermediate_size: int = Field(192, ge=1)
+    intermediate_size: PositiveInt = 192
     """Width of the gated feed-forward layer."""
-    num_experts: int = Field(0, ge=0)
+    num_experts: NonNegativeInt = 0
     """Experts of each layer, as in Qwen3-MoE; 0 builds a dense model."""
-    experts_per_token: int = setting(2, quiet="num_experts", ge=1)
+    experts_per_token: PositiveInt = setting(2, quiet="num_experts")
     """Experts that compute a token; only with `num_experts`."""
-    expert_intermediate_size: int = setting(64, quiet="num_experts", ge=1)
+    expert_intermediate_size: PositiveInt = setting(64, quiet="num_experts")
     """Width of one expert, in place of `intermediate_size`; only with `num_experts`."""
-    num_heads: int = Field(2, ge=1)
+    num_heads: PositiveInt = 2
     """Query heads."""
-    num_kv_heads: int = Field(1, ge=1)
+    num_kv_heads: PositiveInt = 1
     """Key and value heads; must divide `num_heads`."""
     head_dim: int = Field(32, ge=2)
     """Width of one head; even, because of the rotary embedding."""
-    initializer_range: float = Field(0.08, gt=0.0)
+    initializer_range: PositiveFloat = 0.08
     """Standard deviation of the initial weights."""
     max_model_tokens: int = Field(1024, ge=2)
     """Longest prompt plus response, in tokens, for which positions are defined."""

@@ -6,9 +6,9 @@ import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
-from planish.base.config import Needs, Section, nearest, setting
+from planish.base.config import Fraction, Needs, Section, nearest, setting
 from planish.base.parallel import DeviceName
 from planish.store.sources import parse_source
 
@@ -161,13 +161,13 @@ class CurateConfig(Section):
     """Generated task, used while `dataset` is empty."""
     num_prompts: int = Field(4096, ge=1, le=1_000_000)
     """Training prompts of a generated task; small tasks may have fewer different ones."""
-    evaluation_size: int = Field(512, ge=1)
+    evaluation_size: PositiveInt = 512
     """Most held-out prompts; further ones of `dataset` are trained on."""
     evaluation_fraction: float = Field(0.125, gt=0.0, lt=1.0)
     """Part of all prompts that is held out, by hash of operands or words; one at least."""
     num_traces: int | None = Field(None, ge=0)
     """Most worked traces for the cold start, chosen by hash; None: one for each training prompt."""
-    trace_mistakes: float = Field(0.0, ge=0.0, le=1.0)
+    trace_mistakes: Fraction = 0.0
     """Part of the worked traces that are made here in which one digit is wrong, as solutions that
     were scraped hold mistakes: the cold start learns them, reinforcement learning can unlearn
     them. Traces of a data set stay as they are."""
@@ -204,7 +204,7 @@ class CurateConfig(Section):
         "", Needs("curate.to_integers", True, "it rewrites what the rules reject")
     )
     """`module:callable` that rewrites what the rules reject; empty: off."""
-    max_prompt_chars: int = Field(8192, ge=1)
+    max_prompt_chars: PositiveInt = 8192
     """Longer prompts are dropped; in characters of all messages together."""
     near_duplicate_threshold: float = Field(0.8, gt=0.0, le=1.0)
     """Jaccard similarity of word triples from which two problems count as one; 1: only equal."""
@@ -213,17 +213,17 @@ class CurateConfig(Section):
     instructions that one problem in two hundred begins, ends or is built with do not count."""
     pass_rate_policy: str = ""
     """Pinned URI of a reference policy that measures pass rates; empty: off."""
-    pass_rate_samples: int = Field(8, ge=1)
+    pass_rate_samples: PositiveInt = 8
     """Responses to each prompt."""
-    pass_rate_max_tokens: int = Field(1024, ge=1)
+    pass_rate_max_tokens: PositiveInt = 1024
     """Longest of these responses, in tokens."""
-    pass_rate_max_rows: int = Field(256, ge=1)
+    pass_rate_max_rows: PositiveInt = 256
     """Of these responses, those that the engine generates at once."""
     pass_rate_device: DeviceName = "auto"
     """Where the reference policy lives; `auto` takes an accelerator where there is one."""
-    pass_rate_min: float = Field(0.0, ge=0.0, le=1.0)
+    pass_rate_min: Fraction = 0.0
     """Training prompts below this pass rate are dropped."""
-    pass_rate_max: float = Field(1.0, ge=0.0, le=1.0)
+    pass_rate_max: Fraction = 1.0
     """Training prompts above this pass rate are dropped."""
     reward_columns: list[str] = setting([], quiet="reward_columns")
     """Columns of the data set that reward functions of your own get as `**columns`; those that they

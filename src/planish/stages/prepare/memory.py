@@ -168,8 +168,8 @@ def tokens_of_rank(config: Config) -> int:
     """Return the tokens per rank of the largest micro-batch."""
     train, rollout = config.train, config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    own = -(-longest // train.context_parallel)
-    return max(train.tokens_per_microbatch, own)
+    own: int = -(-longest // train.context_parallel)
+    return max(own, int(train.tokens_per_microbatch))
 
 
 def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:

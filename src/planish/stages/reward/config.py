@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from planish.base.config import Needs, Section, Wanted, setting
+from planish.base.config import Fraction, Needs, Section, Wanted, setting
 from planish.verifiers.shaping import check_overlong
 
 
@@ -30,11 +30,11 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """How a verdict and a length become the scalar that trains."""
 
-    reward_correct: float = Field(1.0)
+    reward_correct: float = 1.0
     """Outcome of a right response. DAPO, section 2.4: 1."""
-    reward_wrong: float = Field(-1.0)
+    reward_wrong: float = -1.0
     """Outcome of any other response. DAPO, section 2.4: -1."""
-    max_response_tokens: int = setting(
+    max_response_tokens: PositiveInt = setting(
         20480,
         Needs(
             "rollout.max_response_tokens",
@@ -42,14 +42,13 @@ class RewardConfig(Section):
             "the penalty for overlong responses begins before that limit",
             when=Wanted.ANY,
         ),
-        ge=1,
     )
     """Longest response that rollout generates, in tokens; that of `rollout` where it is not given.
     DAPO, section 4.1: 16384 + 4096."""
-    overlong_buffer_tokens: int = Field(4096, ge=0)
+    overlong_buffer_tokens: NonNegativeInt = 4096
     """Width of the soft overlong punishment before that limit, in tokens; 0: only beyond it.
     DAPO, section 4.1: 4096."""
-    overlong_penalty_factor: float = Field(1.0, ge=0.0)
+    overlong_penalty_factor: NonNegativeFloat = 1.0
     """Weight of the overlong punishment; 0 turns it off."""
     functions: list[RewardFunction] = setting([], quiet="functions")
     """Further functions, `[{name = "my.module:format", weight = 0.2}]`: each score times its weight
@@ -59,7 +58,7 @@ class RewardConfig(Section):
     GRPO, for algorithms with a critic, for the starvation policy `relax`, and for windows, whose
     groups finish bit by bit. Where advantages compare a group, such groups add nothing to the
     gradient but count in its denominators."""
-    max_verifier_error_rate: float = Field(0.01, ge=0.0, le=1.0)
+    max_verifier_error_rate: Fraction = 0.01
     """Share of verified rows whose verifier may fail before the whole stage fails. A response that
     takes it too long is wrong, and none of them."""
     accept_integral_decimals: bool = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from planish.base.config import Needs, Section, setting
 from planish.base.parallel import DeviceName
@@ -24,20 +24,20 @@ _CORRECTED = Needs("algorithm.correction", why=OLDER_TOKENS)
 class RolloutConfig(Section):
     """How many prompts are sampled, how, and which groups are kept."""
 
-    prompts_per_iteration: int = Field(512, ge=1)
+    prompts_per_iteration: PositiveInt = 512
     """Groups of one iteration over all shards. DAPO, section 4.1: 512."""
     group_size: int = Field(16, ge=1, le=999)
     """Responses per prompt. DAPO, section 4.1: 16."""
-    max_response_tokens: int = Field(20480, ge=1)
+    max_response_tokens: PositiveInt = 20480
     """Longest response in tokens. DAPO, section 4.1: 16384 + 4096."""
-    max_prompt_tokens: int = Field(2048, ge=1)
+    max_prompt_tokens: PositiveInt = 2048
     """Prompts with more tokens are dropped and counted. DAPO's script: 2048."""
     temperature: float = Field(1.0, ge=TEMPERATURES[0], le=TEMPERATURES[1])
     """Divides the logits. DAPO's script: 1."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Share of probability that is sampled from; runs that train refuse others. DAPO's script:
     1."""
-    top_k: int = Field(0, ge=0)
+    top_k: NonNegativeInt = 0
     """Number of tokens that is sampled from; 0 is off, runs that train refuse others. DAPO's
     script: off."""
     dynamic_sampling: bool = True
@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     shrink_rounds: bool = False
     """Let later rounds draw only what the share of kept groups so far makes likely to be needed,
     plus a quarter. False is the published recipe; true samples less and trains on the same."""
-    max_generation_rounds: int = Field(10, ge=0)
+    max_generation_rounds: NonNegativeInt = 10
     """Rounds until the starvation policy applies; with 0 it applies after one pass over the prompts
     without a further group, and one that finds none at all ends the run. DAPO's script: 10."""
     starvation_policy: Literal["train_partial", "relax", "raise"] = setting(
@@ -68,11 +68,11 @@ class RolloutConfig(Section):
     )
     """Iterations in a row from which nothing can be learnt, every group all wrong or all right,
     that end the run with exit code 2; 0 is no limit."""
-    max_staleness: int = setting(0, _CORRECTED, quiet="max_staleness", ge=0)
+    max_staleness: NonNegativeInt = setting(0, _CORRECTED, quiet="max_staleness")
     """Policy versions that a surplus group of dynamic sampling may be old when it is trained on.
     With 1 or more, such groups fill the next batch first and rounds draw for the room that is
     left; 0 draws their prompts again. DAPO, algorithm 1: 0."""
-    window_tokens: int = setting(
+    window_tokens: NonNegativeInt = setting(
         0,
         Needs("rollout.dynamic_sampling", False, "slots are not thrown away"),
         Needs("rollout.max_staleness", 0, "carried responses need no surplus"),
@@ -84,7 +84,6 @@ class RolloutConfig(Section):
             beside={"rollout.unfinished": ("train", "hold")},
         ),
         quiet="window_tokens",
-        ge=0,
     )
     """Most tokens that a response grows by in one iteration; one that is not finished then keeps
     its slot and goes on in the next iteration under the newer policy. Slots are
@@ -113,18 +112,18 @@ class RolloutConfig(Section):
     them. 0 samples and trains in turn, as published."""
     sample_retries: int = Field(1, ge=0, le=10)
     """How often a response that the engine failed on is tried again before its group is dropped."""
-    commit_steps: int = Field(2048, ge=0)
+    commit_steps: NonNegativeInt = 2048
     """Decode steps of the engine from one commit to the next: all that is sampled by then is kept
     for a retry, at the price of one prefill of what goes on. 0 commits whole shards only."""
     keep_routing: bool = setting(False, RETURNS_EXPERTS, quiet="keep_routing")
     """Keep which experts each token of prompt and response was sent to, one or two bytes for each
     choice of each layer, beside the rollouts. The model must have experts; `train.replay_routing`
     needs them, and keeps them by itself."""
-    max_rows: int = Field(256, ge=1)
+    max_rows: PositiveInt = 256
     """Responses that the engine generates at once."""
     device: DeviceName = "auto"
     """Where the engine computes; `auto` takes an accelerator where there is one."""
-    threads: int = Field(1, ge=1)
+    threads: PositiveInt = 1
     """Torch threads of the process."""
 
     @model_validator(mode="after")

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from planish.base.config import Needs, Section, setting
 from planish.base.errors import ConfigError, LayoutMismatch
@@ -34,13 +41,13 @@ class TrainConfig(Section):
 
     trainer: Literal["fsdp2", "megatron"] = "fsdp2"
     """`fsdp2` shards whole models over all ranks; `megatron` (megatron-core) also cuts matrices."""
-    tensor_parallel: int = setting(1, _MEGATRON, quiet="tensor_parallel", ge=1)
+    tensor_parallel: PositiveInt = setting(1, _MEGATRON, quiet="tensor_parallel")
     """Ranks that share every matrix of a model; divides heads, groups of keys and the number of
     processes."""
-    pipeline_parallel: int = setting(1, _MEGATRON, quiet="pipeline_parallel", ge=1)
+    pipeline_parallel: PositiveInt = setting(1, _MEGATRON, quiet="pipeline_parallel")
     """Stages of consecutive layers, each on ranks of its own; divides the layers and the number of
     processes."""
-    expert_parallel: int = setting(1, _MEGATRON, quiet="expert_parallel", ge=1)
+    expert_parallel: PositiveInt = setting(1, _MEGATRON, quiet="expert_parallel")
     """Neighbouring ranks of a stage that share the experts of every layer, whole ones each; divides
     the experts and the ranks of a stage. The model must have experts."""
     sequence_parallel: bool = setting(
@@ -50,17 +57,16 @@ class TrainConfig(Section):
     )
     """Ranks that share matrices also share the tokens between them: less memory. Models with
     experts need it with `tensor_parallel`."""
-    context_parallel: int = setting(
+    context_parallel: PositiveInt = setting(
         1,
         Needs("train.packing", True, "ranks share the tokens of rows that lie end to end"),
         quiet="context_parallel",
-        ge=1,
     )
     """Neighbouring ranks that share the tokens of every row, for responses whose activations one
     device does not hold; in attention each has a part of the heads (DeepSpeed Ulysses, arXiv
     2309.14509). Divides the heads and the number of processes, and divides the heads of keys and
     values or is a multiple of them."""
-    replicas: int = setting(1, _FSDP2, quiet="replicas", ge=1)
+    replicas: PositiveInt = setting(1, _FSDP2, quiet="replicas")
     """Groups of neighbouring ranks that hold a whole model each, sharded inside of the group, as
     many as machines where one machine holds it: gradients cross their borders once a step. Divides
     the number of processes; 1 shards over all of them."""
@@ -69,10 +75,10 @@ class TrainConfig(Section):
     )
     """Keep parameters, gradients and moments in host memory, and step the optimizer there: a device
     holds the layers at work alone, and each pass waits for the bus."""
-    num_processes: int = Field(0, ge=0)
+    num_processes: NonNegativeInt = 0
     """Training processes on this machine; above 1 they are started under torchrun. 0 is one for
     each accelerator that the stage sees, and one on the CPU."""
-    num_nodes: int = Field(0, ge=0)
+    num_nodes: NonNegativeInt = 0
     """Machines that train together, each in a pod of its own with `num_processes` processes; the
     pod of the stage submits them as one job and waits. 0 is as many as the profile was made for
     (`gpu-4x8`: 4), in other profiles and outside a cluster 1."""
@@ -86,27 +92,27 @@ class TrainConfig(Section):
     """Queue of Kueue that lets the pods of `num_nodes` start together; empty is none."""
     device: DeviceName = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
-    num_threads: int = Field(1, ge=1)
+    num_threads: PositiveInt = 1
     """torch threads of each process on CPU; more than one hurts where cores are shared."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of matrix products; master weights and optimizer moments are always float32."""
-    learning_rate: float = Field(1e-6, gt=0.0)
+    learning_rate: PositiveFloat = 1e-6
     """Constant after warm-up (DAPO section 4.1)."""
-    warmup_iterations: int = Field(20, ge=0)
+    warmup_iterations: NonNegativeInt = 20
     """Linear warm-up over this many rollout batches (DAPO section 4.1); 0 is none."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """Decay of AdamW's first moment."""
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
     """Decay of AdamW's second moment."""
-    adam_epsilon: float = Field(1e-8, gt=0.0)
+    adam_epsilon: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
-    weight_decay: float = Field(0.1, ge=0.0)
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay on every parameter."""
     grad_clip: float | None = Field(1.0, gt=0.0)
     """Largest global gradient norm of an optimizer step; None is no limit."""
-    rollouts_per_minibatch: int = Field(512, ge=1)
+    rollouts_per_minibatch: PositiveInt = 512
     """Rollouts of one optimizer step, over all ranks (DAPO section 4.1: 16 steps a batch)."""
-    num_passes: int = Field(1, ge=1)
+    num_passes: PositiveInt = 1
     """How often each rollout is trained on; 1 as published."""
     selection: Literal["all", "mixed_first"] = setting(
         "all", Needs("train.max_groups", why="say how many groups it takes"), quiet="selection"
@@ -123,7 +129,7 @@ class TrainConfig(Section):
     )
     """Groups of an iteration that train the policy; None is no limit. The public code of
     T-PPO's authors: 510 of 1536."""
-    tokens_per_microbatch: int = Field(24_576, ge=1)
+    tokens_per_microbatch: PositiveInt = 24_576
     """Tokens of one forward pass on one rank, with padding where there is any; a sequence with more
     (of all ranks that share its tokens) goes alone."""
     packing: bool = setting(True, quiet="packing")
@@ -139,7 +145,7 @@ class TrainConfig(Section):
     deterministic: bool = True
     """Take deterministic kernels alone, so that a run again gives equal bits; a model that needs an
     operation without one ends with torch's error, which names it."""
-    timeout_seconds: float = Field(1800.0, gt=0.0)
+    timeout_seconds: PositiveFloat = 1800.0
     """How long a rank waits for its peers."""
     reference_policy: str = setting(
         "",
@@ -212,28 +218,28 @@ class CriticConfig(Section):
     path: str = setting("", Needs("critic.init", ("model", "state"), "no other `init` reads it"))
     """Address of a model, as `model.path`, for `model`; pin of a train state
     (`<uri>#sha256=<digest>`) for `state`."""
-    head_std: float = Field(0.01, ge=0.0)
+    head_std: NonNegativeFloat = 0.01
     """Standard deviation of the weights of a new value head; 0 begins with values of 0."""
-    learning_rate: float = Field(2e-6, gt=0.0)
+    learning_rate: PositiveFloat = 2e-6
     """Constant after warm-up (VAPO section 5.1)."""
-    warmup_iterations: int = Field(20, ge=0)
+    warmup_iterations: NonNegativeInt = 20
     """Linear warm-up over this many rollout batches that train the critic; 0 is none."""
-    min_finished: int = setting(1, quiet="min_finished", ge=1)
+    min_finished: PositiveInt = setting(1, quiet="min_finished")
     """Fewest finished responses of a critic step. An iteration that comes to fewer, with those
     that wait, leaves them all to the next; 1 steps on the finished responses of each mini-batch,
     as published."""
-    pretrain_iterations: int = Field(50, ge=0)
+    pretrain_iterations: NonNegativeInt = 50
     """Rollout batches that train the critic alone, before the policy's first update (VAPO section
     5.1: 50 steps); 0 is none."""
     pretrain_learning_rate: float | None = Field(None, gt=0.0)
     """Rate of value pretraining; None is `learning_rate`."""
-    pretrain_passes: int = Field(1, ge=1)
+    pretrain_passes: PositiveInt = 1
     """How often value pretraining uses each rollout."""
     pretrain_explained_variance: float | None = Field(None, le=1.0)
     """Value pretraining ends early once the explained variance reaches this; None is no rule."""
     pretrain_value_loss: float | None = Field(None, gt=0.0)
     """Value pretraining ends early once the value loss is not above this; None is no rule."""
-    pretrain_patience: int = Field(1, ge=1)
+    pretrain_patience: PositiveInt = 1
     """Rollout batches in a row on which every given rule must hold, each before it is trained on;
     the last of them trains the policy already."""
 
