@@ -135,7 +135,8 @@ class Section(BaseModel):
         if not isinstance(raw, dict):
             return raw
         fields = cls.model_fields.items()
-        off = {key for key, field in fields if NoneType in get_args(field.annotation)}
+        kinds = {key: (field.annotation, *get_args(field.annotation)) for key, field in fields}
+        off = {key for key, each in kinds.items() if NoneType in each}
         return {
             key: None if value == "none" and key in off else value for key, value in raw.items()
         }
