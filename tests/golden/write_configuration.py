@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from components.images import PROFILES
 from pipelines.post_train import largest_requests
 from planish.algorithms import ALGORITHMS
-from planish.base.config import SECTIONS, Section, section_class
+from planish.base.config import SECTIONS, Needs, Section, Wanted, section_class, toml_value
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
 PODS = Path(__file__).parents[2] / "src/planish/stages/prepare/profiles.json"
@@ -27,12 +27,14 @@ HEAD = """\
 # Every setting
 
 Written by `make golden` from the classes that check the settings; `none` switches off what may be
-off. A run takes its preset, then a TOML file with the sections below, then overrides:
-`-p overrides='train.learning_rate=1e-6'` of `planish submit`. An unknown key or a wrong type is
-an error that names the key. Defaults are those of the class; the presets in
-`src/planish/base/presets/` set others: `-paper` the published values, `-tiny` those of the demo,
-`-qwen2.5-0.5b` and `-qwen2.5-7b` sizes for one machine of eight GPUs with 80 GB. `planish config
-show PRESET` prints every setting of one, with overrides such as `run.seed=1` behind it.
+off. A run takes its preset, then a TOML file with the sections below, then overrides: `-p
+overrides='train.learning_rate=1e-6'` of `planish submit`. An unknown key or a wrong type is an
+error that names the key. A setting with another value than its default is refused without the
+settings that its row says it needs; where a row names no value, any but the default will do.
+Defaults are those of the class; the presets in `src/planish/base/presets/` set others: `-paper`
+the published values, `-tiny` those of the demo, `-qwen2.5-0.5b` and `-qwen2.5-7b` sizes for one
+machine of eight GPUs with 80 GB. `planish config show PRESET` prints every setting of one, with
+overrides such as `run.seed=1` behind it.
 """
 
 
@@ -95,7 +97,29 @@ def docstrings(cls: type) -> dict[str, str]:
 def meaning(cls: type[Section], key: str) -> str:
     """Return what a setting means, in one line."""
     owners = [docstrings(base) for base in cls.__mro__ if key in inspect.get_annotations(base)]
-    return " ".join(owners[0].get(key, "").split())
+    text = " ".join(owners[0].get(key, "").split())
+    needed: dict[str, list[str]] = {}
+    for needs in cls.declared(key, "needs"):
+        who = "Needs" if isinstance(needs.when, Wanted) else f"{options(needs.when)} needs"
+        needed.setdefault(who, []).append(need(needs))
+    return " ".join([text, *(f"{who} {', '.join(each)}." for who, each in needed.items())])
+
+
+def need(needs: Needs) -> str:
+    """Return what a setting needs."""
+    other = f"`{needs.path}`"
+    if needs.values is Wanted.SAME:
+        other = f"the same {other}"
+    elif needs.values is not Wanted.IN_USE:
+        other = f"{other} = {options(needs.values)}"
+    others = " and ".join(f"`{key}` = {options(value)}" for key, value in needs.beside.items())
+    return f"{other}{' where ' * bool(others)}{others}"
+
+
+def options(values: Any) -> str:
+    """Return one value or several as TOML."""
+    each = values if isinstance(values, tuple) else (values,)
+    return " or ".join(f"`{toml_value(value)}`" for value in each)
 
 
 def table(title: str, cls: type[Section], keys: list[str]) -> str:

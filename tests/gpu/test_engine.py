@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.base.config import load_preset, merge, resolve_config
+from planish.base.config import load_preset, merge, parse_settings, resolve_config
 from planish.base.parallel import Grid
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.transformers.engine import TransformersEngine
@@ -74,7 +74,7 @@ def test_speed_memory_and_refresh_of_half_a_billion(tmp_path, figures):
         "model.dtype=bfloat16", f"rollout.max_rows={rows}", "rollout.max_prompt_tokens=32",
         f"rollout.max_response_tokens={tokens}", "reward.overlong_buffer_tokens=0",
     ]  # fmt: skip
-    config = resolve_config(merge(load_preset("dapo-tiny"), overrides=overrides))
+    config = parse_settings(resolve_config(merge(load_preset("dapo-tiny"), overrides=overrides)))
     requests = requests_of(2 * rows, tokens, HALF.vocabulary)
     engine = TransformersEngine(max_rows=rows, max_model_len=32 + tokens, device=str(DEVICE))
     engine.start(ModelRef(pin=pin))

@@ -8,7 +8,7 @@ import torch
 
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators
-from planish.base.config import load_preset, merge, parse_section, resolve_config
+from planish.base.config import load_preset, merge, parse_section, parse_settings, resolve_config
 from planish.base.parallel import Grid
 from planish.models.policy import load_policy
 from planish.models.shapes import shape_of
@@ -123,7 +123,9 @@ def test_a_step_takes_the_memory_that_is_planned(size, checkpointing, has_peer, 
     peak = peak_bytes()
     trainer.close()
     torch.cuda.empty_cache()
-    parts = train_parts(config, shape_of(size.config().to_dict()), Sharing(1, 1, gathers=False))
+    parts = train_parts(
+        parse_settings(config), shape_of(size.config().to_dict()), Sharing(1, 1, gathers=False)
+    )
     planned = sum(part.num_bytes for part in parts)
     found = {
         "plan_bytes": {part.name: part.num_bytes for part in parts},

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from planish.algorithms import build_algorithm
+from planish.base.config import parse_section, parse_settings
 from planish.base.errors import ConfigError
 from planish.base.parallel import Ranks
 from planish.models.adapters import Adapters
@@ -57,14 +58,14 @@ FREE = {
 """Settings that go with all others: with a critic, and with a reference policy."""
 FACTORS = {**PLACES, **MODELS, **FREE}
 REFUSED = {
-    ("trainer=fsdp2", "tensor_parallel=2"): "must be 1 for the trainer 'fsdp2'",
-    ("trainer=fsdp2", "pipeline_parallel=2"): "must be 1 for the trainer 'fsdp2'",
-    ("trainer=fsdp2", "expert_parallel=2"): "must be 1 for the trainer 'fsdp2'",
-    ("trainer=fsdp2", "sequence_parallel=True"): "must be false with `tensor_parallel = 1`",
-    ("trainer=megatron", "replicas=2"): "must be 1 and `offload` false for a trainer other than",
-    ("trainer=megatron", "offload=True"): "must be 1 and `offload` false for a trainer other than",
-    ("trainer=megatron", "lora_rank=2"): "`model.lora_rank` must be 0 for the trainer 'megatron'",
-    ("context_parallel=2", "packing=False"): "`packing` must be true with `context_parallel`",
+    ("trainer=fsdp2", "tensor_parallel=2"): 'must be "megatron" with',
+    ("trainer=fsdp2", "pipeline_parallel=2"): 'must be "megatron" with',
+    ("trainer=fsdp2", "expert_parallel=2"): 'must be "megatron" with',
+    ("trainer=fsdp2", "sequence_parallel=True"): "must not be 1 with `train.sequence_parallel`",
+    ("trainer=megatron", "replicas=2"): 'must be "fsdp2" with',
+    ("trainer=megatron", "offload=True"): 'must be "fsdp2" with',
+    ("trainer=megatron", "lora_rank=2"): 'must be "fsdp2" with `model.lora_rank`',
+    ("context_parallel=2", "packing=False"): "packing` must be true with `train.context_parallel`",
 }
 """Pairs that are refused, and why; what only one of the two brings with it is left out."""
 
@@ -94,11 +95,12 @@ def faults_of(row):
         )
     except ConfigError as error:
         return str(error)
+    settings = parse_settings(config)
     return "; ".join(
         [
-            *check_run(config, 1),
-            *device_faults(config, this_machine()),
-            *trainer_faults(config, find_shape(config)),
+            *check_run(settings, 1),
+            *device_faults(settings, this_machine()),
+            *trainer_faults(settings, find_shape(settings)),
         ]
     )
 
@@ -115,8 +117,9 @@ def accepted():
     rows = []
     for place in combinations(PLACES):
         try:
-            TrainConfig(**place).grid(Ranks(0, place["num_processes"]))
-        except (ConfigError, ValueError):
+            train = parse_section(TrainConfig, place, section="train")
+            train.grid(Ranks(0, place["num_processes"]))
+        except ConfigError:
             continue
         models = [place | model for model in combinations(MODELS)]
         rows += [row | free for row in models if not faults_of(row) for free in combinations(FREE)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from planish.__main__ import parser
+from planish.base.config import parse_settings
 from planish.records import layout
 from planish.records.io import read_set
 from planish.records.prompts import PromptSet, TraceSet
@@ -53,7 +54,7 @@ def test_the_rows_become_prompts_and_traces_enough(example, verifier, tmp_path, 
         {"overrides": " ".join(asked.overrides), "dataset": asked.dataset}, asked.dataset_map
     )
     config = build_config(preset=asked.preset, config="", model="", seed=-1, **parameters)
-    assert check_run(config, 1) == []
+    assert check_run(parse_settings(config), 1) == []
     found = dict(inspect_sources(config).rows)
     assert found["data"].endswith("2048 rows")
     assert found["- verifiers"] == f"`{verifier}` 2048"

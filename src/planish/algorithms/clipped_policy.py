@@ -25,7 +25,7 @@ from planish.algorithms.losses import (
 )
 from planish.algorithms.masked import hidden
 from planish.algorithms.mismatch import Correction, correction_weights
-from planish.base.config import Section
+from planish.base.config import Section, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,19 +53,16 @@ class ClippedPolicyConfig(Section):
     correction_max: float = Field(default=2.0, gt=0.0)
     """Largest weight of the truncate modes, or upper bound of the weights that the mask modes
     keep."""
-    kl_coefficient: float = Field(default=0.0, ge=0.0)
+    kl_coefficient: float = setting(0.0, quiet="kl_coefficient", ge=0.0)
     """Weight of the divergence from the reference policy. The weighted divergence is added to the
     loss, with the aggregation of the loss. 0 switches it off and loads no reference policy. GRPO,
     arXiv 2402.03300, section 4.2: 0.04. `train.reference_policy` says which policy is the
     reference."""
-    kl_estimator: KlEstimator = "k3"
+    kl_estimator: KlEstimator = setting("k3", quiet="kl_coefficient")
     """Estimator of the divergence of a token. `k3` is the estimator of GRPO (arXiv 2402.03300,
     equation 4), `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
     clips_weights: ClassVar[bool] = False
     """True: both clips apply to advantages of either sign. False: each clip applies to one sign."""
-
-    def _off(self) -> list[str]:
-        return [] if self.kl_coefficient else ["kl_coefficient", "kl_estimator"]
 
     @model_validator(mode="after")
     def _complete(self) -> ClippedPolicyConfig:

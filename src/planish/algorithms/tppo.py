@@ -32,6 +32,7 @@ from planish.algorithms.clipped_policy import ClippedPolicy
 from planish.algorithms.losses import Aggregation
 from planish.algorithms.masked import without_last
 from planish.algorithms.vapo import ActorCriticConfig, Once, Vapo, policy_decay, with_estimates
+from planish.base.config import Needs, Wanted, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +43,12 @@ class TppoConfig(ActorCriticConfig):
 
     name: Literal["tppo"] = "tppo"
     """Key in the table of algorithms."""
-    window_tokens: int = Field(default=8192, ge=1)
+    window_tokens: int = setting(
+        8192,
+        Needs("rollout.window_tokens", Wanted.SAME, "rollout cuts the windows", when=Wanted.ANY),
+        Needs("rollout.unfinished", "train", "it trains on windows", when=Wanted.ANY),
+        ge=1,
+    )
     """Most tokens that a slot generates in an iteration; must equal `rollout.window_tokens`."""
     ignored_tail_tokens: int = Field(default=8, ge=0)
     """Number of tokens before a cut that do not train the policy, as in the public code."""

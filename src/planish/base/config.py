@@ -12,10 +12,11 @@ import importlib
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from importlib import resources
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType, SimpleNamespace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -48,8 +49,8 @@ table."""
 LENGTHS = ("evaluate", "reward")
 """Sections in which `max_response_tokens` defaults to the value in `rollout`."""
 
-CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
-"""`module:function` of checks over several sections; each returns a list of faults."""
+CHECK = "planish.stages.prepare.checks:check_config"
+"""`module:function` that returns the faults across sections that no `Needs` can state."""
 
 PLACED: dict[str, str] = {"train": "planish.stages.train.config:DEFAULT_PLACEMENT"}
 """Map from section name to the `module:name` of those settings that only place the computation on
@@ -78,6 +79,50 @@ _MAX_DEPTH = 16
 """Maximum depth of nested tables and lists; settings need three."""
 
 
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+"""Number from 0 to 1."""
+
+
+class Wanted(Enum):
+    """Wanted values of a setting that are no list."""
+
+    IN_USE = "any but the default"
+    SAME = "the value of the setting that has the need"
+    ANY = "any"
+
+
+class Needs(NamedTuple):
+    """Another setting with which alone a setting works; it stands beside the field, in `setting`.
+
+    Wanted values are one value, a tuple of several, or a `Wanted`.
+
+    Example:
+        >>> Needs("train.packing", True, "ranks share rows that lie end to end").values
+        True
+    """
+
+    path: str
+    """The other setting, `section.key`."""
+    values: Any = Wanted.IN_USE
+    """Wanted values of the other setting."""
+    why: str = ""
+    """Reason or remedy, at the end of the message."""
+    when: Any = Wanted.IN_USE
+    """Values of the own setting that need it."""
+    beside: Mapping[str, Any] = {}
+    """Further settings, and the values with which alone it is needed."""
+
+
+def setting(default: Any, *needs: Needs, quiet: str = "", **limits: Any) -> Any:
+    """Return a pydantic field with what it needs.
+
+    `quiet` names settings, separated by spaces: while all of them have their defaults, a dump
+    leaves this setting out, so that runs without it keep their digest.
+    """
+    extra: dict[str, Any] = {"needs": needs, "quiet": quiet}
+    return Field(default, json_schema_extra=extra, **limits)
+
+
 class Section(BaseModel):
     """Base class of every section: frozen and strict, without unknown keys and infinite numbers.
 
@@ -92,13 +137,33 @@ class Section(BaseModel):
     def _read_none(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        return {key: None if _is_none(cls, key, value) else value for key, value in raw.items()}
+        fields = cls.model_fields.items()
+        kinds = {key: (field.annotation, *get_args(field.annotation)) for key, field in fields}
+        off = {key for key, each in kinds.items() if NoneType in each}
+        return {
+            key: None if value == "none" and key in off else value for key, value in raw.items()
+        }
+
+    @classmethod
+    def declared(cls, name: str, key: Literal["needs", "quiet"]) -> Any:
+        """Return the `needs` or `quiet` of a setting; empty where it has none."""
+        extra: Any = cls.model_fields[name].json_schema_extra or {}
+        return extra.get(key, ())
+
+    def uses(self, name: str) -> bool:
+        """Return whether a setting is in use: it has another value than its default."""
+        field = type(self).model_fields[name]
+        return bool(getattr(self, name) != field.get_default(call_default_factory=True))
 
     def _off(self) -> list[str]:
         """Return the settings to leave out of a dump, so that runs without them keep their
         digest.
         """
-        return []
+        return [
+            name
+            for name in type(self).model_fields
+            if (quiet := self.declared(name, "quiet")) and not any(map(self.uses, quiet.split()))
+        ]
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -107,22 +172,13 @@ class Section(BaseModel):
         return {name: value for name, value in table.items() if name not in off}
 
 
-def _is_none(cls: type[BaseModel], key: str, value: object) -> bool:
-    if value != "none" or key not in cls.model_fields:
-        return False
-    annotation = cls.model_fields[key].annotation
-    kinds = get_args(annotation) or (annotation,)
-    has_text = any(kind is str or get_origin(kind) is Literal for kind in kinds)
-    return NoneType in kinds and not has_text
-
-
 SectionT = TypeVar("SectionT", bound=Section)
 
 
 class RunConfig(Section):
     """Settings of the whole run."""
 
-    seed: int = Field(default=0, ge=0, lt=2**53)
+    seed: int = Field(0, ge=0, lt=2**53)
     """Seed of every random choice; 0 <= seed < 2**53 (KFP carries numbers as doubles)."""
 
 
@@ -223,10 +279,72 @@ def parse_section(cls: type[SectionT], raw: Mapping[str, Any], *, section: str) 
     """
     _check_table(section, raw)
     try:
-        return cls.model_validate(dict(raw))
+        parsed = cls.model_validate(dict(raw))
     except ValidationError as error:
         faults = [_fault(section, item, cls) for item in error.errors()]
         raise ConfigError("; ".join(faults)) from None
+    if faults := need_faults({section: parsed}):
+        raise ConfigError("; ".join(faults))
+    return parsed
+
+
+def toml_value(value: Any) -> str:
+    """Return the value of a setting as TOML, tables inline.
+
+    Example:
+        >>> toml_value([{"name": "mine", "weight": 0.5}]), toml_value(None)
+        ('[{"name" = "mine", "weight" = 0.5}]', '"none"')
+    """
+    shown = "none" if value is None else value
+    text = json.dumps(shown, ensure_ascii=False, separators=(", ", " = "), default=str)
+    # JSON allows this control character in a string, TOML does not.
+    return text.replace("\x7f", "\\u007f")
+
+
+def need_faults(sections: Mapping[str, Section]) -> list[str]:
+    """Return a fault for each setting that lacks what it needs of these sections.
+
+    A fault names the setting to change, its values that work, the value seen and the reason.
+    """
+    owners = {
+        f"{section}.{name}": (settings, name)
+        for section, settings in sections.items()
+        for name in type(settings).model_fields
+    }
+    values = {path: getattr(*owner) for path, owner in owners.items()}
+
+    def fits(path: str, wanted: Any, own: Any = None) -> bool:
+        if wanted is Wanted.IN_USE:
+            settings, name = owners[path]
+            return settings.uses(name)
+        return wanted is Wanted.ANY or values[path] in _options(wanted, own)
+
+    faults = []
+    for path, (settings, name) in owners.items():
+        for need in settings.declared(name, "needs"):
+            causes = {path: need.when, **need.beside}
+            if not {need.path, *causes} <= owners.keys():
+                continue
+            if all(map(fits, causes, causes.values())) and not fits(
+                need.path, need.values, values[path]
+            ):
+                seen = toml_value(values[need.path])
+                must = f"not be {seen}"
+                if need.values is not Wanted.IN_USE:
+                    options = _options(need.values, values[path])
+                    must = f"be {' or '.join(map(toml_value, options))}"
+                others = " and ".join(
+                    f"`{cause}` = {toml_value(values[cause])}" for cause in causes
+                )
+                why = need.why or f"change it, or leave out `{path}`"
+                faults.append(f"`{need.path}` must {must} with {others}, got {seen}; {why}")
+    return faults
+
+
+def _options(wanted: Any, own: Any) -> tuple[Any, ...]:
+    if wanted is Wanted.SAME:
+        return (own,)
+    return wanted if isinstance(wanted, tuple) else (wanted,)
 
 
 def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
@@ -405,11 +523,20 @@ def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
         except ConfigError as error:
             faults.append(str(error))
     if not faults:
-        for check in CHECKS:
-            faults.extend(_resolve(check)(parsed))
+        faults = [*need_faults(parsed), *_resolve(CHECK)(SimpleNamespace(**parsed))]
     if faults:
         raise ConfigError("; ".join(faults))
     return resolved
+
+
+def parse_settings(resolved: Mapping[str, Mapping[str, Any]]) -> SimpleNamespace:
+    """Return the sections of a resolved configuration by name, each as its class."""
+    return SimpleNamespace(
+        **{
+            section: parse_section(section_class(section, table), table, section=section)
+            for section, table in resolved.items()
+        }
+    )
 
 
 def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from planish.base.config import Section
+from planish.base.config import Needs, Section, setting
 from planish.engines import APART, ENGINES
+
+_VLLM = Needs("engine.name", "vllm")
+_ANY_VLLM = Needs("engine.name", ("vllm", "vllm_disagg"))
+_APART = Needs("engine.name", APART)
+RETURNS_EXPERTS = Needs(
+    "engine.name",
+    ("transformers", *APART),
+    "it can not return the experts of a token there",
+    beside={"rollout.device": "cpu"},
+)
+"""Need of the settings that record the experts of each token."""
+OLDER_TOKENS = (
+    "responses have tokens of policies before the one that trains: take 'token_truncate' or "
+    "'bypass'"
+)
+"""Why training on them needs `algorithm.correction`."""
 
 
 class EngineConfig(Section):
@@ -16,64 +32,53 @@ class EngineConfig(Section):
     name: str = "transformers"
     """Name of the engine; rollouts, evaluation, pass rates and the probe of the cold start use
     it."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: PositiveInt = setting(1, _VLLM)
     """Ranks that split every layer; each rank has its own accelerator. For dense policies a rank
-    may be a process on the CPU. Engine `vllm`."""
-    expert_parallel: bool = False
+    may be a process on the CPU."""
+    expert_parallel: bool = setting(False, _VLLM)
     """Distribute whole experts over the ranks of `tensor_parallel`, in place of a part of every
-    expert on each. Engine `vllm`."""
-    quantization: Literal["none", "fp8"] = "none"
-    """Type of the weights inside the engine, which converts them from the policy's type. Engine
-    `vllm` on accelerators."""
-    memory_share: float = Field(default=0.85, gt=0.0, le=1.0)
+    expert on each."""
+    quantization: Literal["none", "fp8"] = setting("none", _VLLM)
+    """Type of the weights inside the engine, which converts them from the policy's type. It
+    works on accelerators only."""
+    memory_share: float = setting(0.85, _ANY_VLLM, gt=0.0, le=1.0)
     """Share of each accelerator's memory for weights and cache; the probe of the cold start uses
-    `sft.probe_memory_share`. Engines `vllm`, `vllm_disagg`."""
-    cache_bytes: int = Field(default=0, ge=0)
-    """Bytes of the KV cache on each rank; 0 takes the rest of `memory_share`, on the CPU 1 GiB.
-    Engines `vllm`, `vllm_disagg`."""
-    attention_ranks: int = Field(default=1, ge=1)
+    `sft.probe_memory_share`."""
+    cache_bytes: NonNegativeInt = setting(0, _ANY_VLLM)
+    """Bytes of the KV cache on each rank; 0 takes the rest of `memory_share`, on the CPU 1 GiB."""
+    attention_ranks: PositiveInt = setting(1, _APART)
     """Processes that compute attention, each with a whole copy of it and with its own requests.
-    Every rank of a pod has its own accelerator. Engines `disagg`, `vllm_disagg`."""
-    expert_ranks: int = Field(default=1, ge=1)
-    """Processes that share the experts. Engines `disagg`, `vllm_disagg`."""
-    micro_batches: int = Field(default=2, ge=1, le=4)
+    Every rank of a pod has its own accelerator."""
+    expert_ranks: PositiveInt = setting(1, _APART)
+    """Processes that share the experts."""
+    micro_batches: int = setting(2, Needs("engine.name", "disagg"), ge=1, le=4)
     """Parts into which each attention rank splits its requests. One part computes attention while
-    the tokens of the others are at the experts. Engine `disagg`."""
-    redundant_experts: int = Field(default=0, ge=0)
-    """Number of replicas of busy experts on each expert rank, in addition to its own experts.
-    Engines `disagg`, `vllm_disagg`."""
-    transport: Literal["sockets", "nixl"] = "sockets"
+    the tokens of the others are at the experts."""
+    redundant_experts: NonNegativeInt = setting(0, _APART)
+    """Number of replicas of busy experts on each expert rank, in addition to its own experts."""
+    transport: Literal["sockets", "nixl"] = setting("sockets", _APART)
     """Transport of hidden states between ranks: TCP through host memory, or NIXL from device memory
-    to device memory. Engines `disagg`, `vllm_disagg`."""
-    peers: tuple[str, ...] = Field(default=(), strict=False)
+    to device memory."""
+    peers: tuple[str, ...] = setting((), _APART, strict=False)
     """`host:port` of each rank that runs on another machine as `planish rollout rank`, attention
     ranks first. Empty: the engine starts the ranks on its own machine. Ranks elsewhere need the
-    token in PLANISH_RANKS_TOKEN. Engines `disagg`, `vllm_disagg`."""
-    rank_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    token in PLANISH_RANKS_TOKEN."""
+    rank_timeout_seconds: PositiveFloat = setting(60.0, _APART)
     """Longest wait in seconds for an iteration, a weight update or another rank. The start, in
-    which ranks read their weights, may take twice as long, and with vLLM at least 15 minutes.
-    Engines `disagg`, `vllm_disagg`."""
-    batch_tokens: int = Field(default=0, ge=0)
+    which ranks read their weights, may take twice as long, and with vLLM at least 15 minutes."""
+    batch_tokens: NonNegativeInt = 0
     """Most tokens in one forward pass over prompts; 0: the engine chooses."""
-    vllm: dict[str, Any] = Field(default={})
+    vllm: dict[str, Any] = setting({}, _ANY_VLLM)
     """Options of vLLM's `EngineArgs` that have no setting here, such as `kv_cache_dtype`,
-    `attention_backend`, or on accelerators `speculative_config` of method `ngram`. Engines `vllm`,
-    `vllm_disagg`."""
-    compile: bool = True
-    """Compile the model and capture CUDA graphs; the start then takes minutes. Engine `vllm` on
-    accelerators."""
+    `attention_backend`, or on accelerators `speculative_config` of method `ngram`."""
+    compile: bool = setting(True, _VLLM)
+    """Compile the model and capture CUDA graphs; the start then takes minutes. It has
+    effect on accelerators only."""
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
         if self.name not in ENGINES:
             raise ValueError(f"`name` must be one of {sorted(ENGINES)}, got {self.name!r}")
-        for key in sorted(self.model_fields_set & _OWNERS.keys()):
-            if self.name not in _OWNERS[key]:
-                raise ValueError(
-                    f"`{key}` must be left out with the engine {self.name!r}, got "
-                    f"{getattr(self, key)!r}; it belongs to "
-                    + " and ".join(f"`{name}`" for name in _OWNERS[key])
-                )
         for option in sorted(self.vllm.keys() & VLLM_OURS.keys()):
             raise ValueError(
                 f"`vllm` must leave out `{option}`, got {self.vllm[option]!r:.80}; "
@@ -124,12 +129,13 @@ class EngineConfig(Section):
         """
         return self.batch_tokens or 512
 
+    def uses(self, name: str) -> bool:
+        """Return whether a setting is given, even as its default."""
+        return name in self.model_fields_set
+
     def _off(self) -> list[str]:
-        return [
-            name
-            for name, field in type(self).model_fields.items()
-            if getattr(self, name) == field.default
-        ]
+        fields = type(self).model_fields
+        return [name for name, field in fields.items() if getattr(self, name) == field.default]
 
 
 TEMPERATURES = (1e-4, 1e4)
@@ -178,16 +184,3 @@ VLLM_OURS = {
 
 VLLM_SETTINGS = frozenset({"memory_share", "cache_bytes", "batch_tokens", "vllm"})
 """Settings that both engines with vLLM read."""
-
-_OWNERS = {
-    **dict.fromkeys(set(EngineConfig.model_fields) - {"name", "batch_tokens"}, ("vllm",)),
-    **dict.fromkeys(VLLM_SETTINGS - {"batch_tokens"}, ("vllm", "vllm_disagg")),
-    "attention_ranks": APART,
-    "expert_ranks": APART,
-    "micro_batches": ("disagg",),
-    "redundant_experts": APART,
-    "transport": APART,
-    "peers": APART,
-    "rank_timeout_seconds": APART,
-}
-"""Settings that only some engines read, with these engines."""

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from planish.base.config import Section
+from planish.base.config import Needs, Section, setting
 from planish.models.tokens import check_stop_strings
 from planish.store.sources import parse_source
 
@@ -29,53 +36,57 @@ class ModelConfig(Section):
     tokenizer's."""
     template_variables: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str
-    ] = Field(default={})
+    ] = setting({}, quiet="template_variables")
     """Variables of a pretrained tokenizer's chat template, such as `{enable_thinking = false}`.
     Every export of the policy has their values in its template. The date in the template is the day
     on which the model was imported."""
-    stop_strings: list[str] = Field(default_factory=list)
+    stop_strings: list[str] = setting([], quiet="stop_strings")
     """Texts that end a response, in addition to the end tokens; the response ends with the token
     that completes the text. Every export of the policy names them in its generation_config.json."""
-    end_tokens: list[str] = Field(default_factory=list)
+    end_tokens: list[str] = setting([], quiet="end_tokens")
     """Tokens that end a response of a pretrained model, such as `["<|im_end|>"]`. Empty: the end
     tokens in its tokenizer and configurations, and the token with which its chat template closes an
     assistant's turn."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights, and of the weights in rollout engines."""
-    head_dtype: Literal["float32", "bfloat16"] = "float32"
+    head_dtype: Literal["float32", "bfloat16"] = setting("float32", quiet="head_dtype dtype")
     """Type in which trainer and engines compute the LM head. float32 takes time, but keeps the
     log-probabilities of both closer together (MiniMax-M1, arXiv 2506.13585, section 3.2). The
     policy's config.json has the type, and vLLM reads it there."""
-    lora_rank: int = Field(default=0, ge=0)
+    lora_rank: NonNegativeInt = setting(
+        0,
+        Needs("train.trainer", "fsdp2", "megatron trains no adapters"),
+        quiet="lora_rank",
+    )
     """Rank of low-rank adapters (LoRA), which are trained in place of the weights; 0 trains all
     weights. An exported policy has the adapters merged into its weights."""
-    lora_alpha: float = Field(default=32.0, gt=0.0)
+    lora_alpha: PositiveFloat = setting(32.0, quiet="lora_rank")
     """The output of the adapters is multiplied by `lora_alpha / lora_rank` (32 as in TRL). Only
     with `lora_rank`."""
-    lora_target_modules: list[str] = Field(default_factory=list)
+    lora_target_modules: list[str] = setting([], quiet="lora_rank")
     """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty: all except
     those of routed experts. Only with `lora_rank`."""
-    num_layers: int = Field(default=2, ge=1)
+    num_layers: PositiveInt = 2
     """Number of decoder layers."""
-    hidden_size: int = Field(default=64, ge=1)
+    hidden_size: PositiveInt = 64
     """Hidden size, the width of the residual stream."""
-    intermediate_size: int = Field(default=192, ge=1)
+    intermediate_size: PositiveInt = 192
     """Width of the gated feed-forward layer."""
-    num_experts: int = Field(default=0, ge=0)
+    num_experts: NonNegativeInt = 0
     """Number of experts of each layer, as in Qwen3-MoE; 0 builds a dense model."""
-    experts_per_token: int = Field(default=2, ge=1)
+    experts_per_token: PositiveInt = setting(2, quiet="num_experts")
     """Number of experts that compute each token; only with `num_experts`."""
-    expert_intermediate_size: int = Field(default=64, ge=1)
+    expert_intermediate_size: PositiveInt = setting(64, quiet="num_experts")
     """Width of one expert, in place of `intermediate_size`; only with `num_experts`."""
-    num_heads: int = Field(default=2, ge=1)
+    num_heads: PositiveInt = 2
     """Number of query heads."""
-    num_kv_heads: int = Field(default=1, ge=1)
+    num_kv_heads: PositiveInt = 1
     """Number of key and value heads; must divide `num_heads`."""
-    head_dim: int = Field(default=32, ge=2)
+    head_dim: int = Field(32, ge=2)
     """Width of one head; even, because of the rotary embedding."""
-    initializer_range: float = Field(default=0.08, gt=0.0)
+    initializer_range: PositiveFloat = 0.08
     """Standard deviation of the initial weights."""
-    max_model_tokens: int = Field(default=1024, ge=2)
+    max_model_tokens: int = Field(1024, ge=2)
     """Longest prompt plus response in tokens; positions are defined up to this length."""
     alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=;:.,()% \n"
     """Characters of the character-level tokenizer; any other character becomes `<unk>`."""
@@ -103,13 +114,6 @@ class ModelConfig(Section):
     def _usable(cls, stop_strings: list[str]) -> list[str]:
         check_stop_strings(stop_strings)
         return stop_strings
-
-    def _off(self) -> list[str]:
-        dense = () if self.num_experts else ("experts_per_token", "expert_intermediate_size")
-        whole = () if self.lora_rank else ("lora_rank", "lora_alpha", "lora_target_modules")
-        tables = ("stop_strings", "end_tokens", "template_variables")
-        off = [*dense, *whole, *(key for key in tables if not getattr(self, key))]
-        return off + (["head_dtype"] if self.head_dtype == self.dtype == "float32" else [])
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

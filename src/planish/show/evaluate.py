@@ -114,7 +114,7 @@ def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) 
 
 def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[str]]:
     """Open model and data; return the resolved settings, and warnings about model and data."""
-    from planish.base.config import merge, resolve_config
+    from planish.base.config import merge, parse_settings, resolve_config
     from planish.base.errors import ConfigError
     from planish.stages.curate.config import KNOWN_SETS
     from planish.stages.evaluate.stage import sampling_of
@@ -139,7 +139,7 @@ def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any
         layers["evaluate"]["pass_at"] = sorted({1, 8, 32, options.num_samples})
     settings = merge({}, overrides=options.settings)
     config = resolve_config(merge(layers, settings))
-    if faults := check_run(config, 1):
+    if faults := check_run(parse_settings(config), 1):
         raise ConfigError("; ".join(faults))
     found = inspect_sources({section: config[section] for section in INSPECTED})
     own = found.model_config.get("dtype", found.model_config.get("torch_dtype"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planish.base.config import SECTIONS, parse_override, read_toml
+from planish.base.config import SECTIONS, parse_override, parse_settings, read_toml
 from planish.base.errors import ConfigError, PlanishError
 from planish.base.telemetry import redact
 from planish.models.shapes import known_shape
@@ -16,11 +16,10 @@ from planish.run.kubeflow import title
 from planish.stages.prepare.cluster import PodRequests
 from planish.stages.prepare.devices import (
     SMALLEST,
-    demands,
     device_faults,
     device_warnings,
     find_shape,
-    memory_faults,
+    judge,
 )
 from planish.stages.prepare.settings import build_config
 from planish.store.sources import parse_source
@@ -123,7 +122,7 @@ def check_settings(
     if not asks and "://" in given["config"] and not given["config"].startswith("file://"):
         return [f"only `prepare` will check the settings: {given['config']!r} was not read"]
     try:
-        config = build_config(**{**given, "seed": int(given["seed"])})
+        config = parse_settings(build_config(**{**given, "seed": int(given["seed"])}))
     except (PlanishError, OSError) as error:
         if "://" not in given["config"]:
             raise
@@ -131,7 +130,7 @@ def check_settings(
     if faults := device_faults(config, requests):
         raise ConfigError("; ".join(faults))
     warnings = device_warnings(config, requests)
-    path = config["model"]["path"]
+    path = config.model.path
     if path and not known_shape(path):
         kind = parse_source(path, key="model.path").kind
         if kind == "https" or (kind != "path" and not asks):
@@ -146,7 +145,7 @@ def check_settings(
     except (PlanishError, OSError) as error:
         # The model may be in a place that only pods can read.
         return [*warnings, f"only `prepare` will count the memory of the model: {error}"]
-    faults, tight = memory_faults(config, shape, demands(config, shape, requests))
+    _, faults, tight = judge(config, shape, requests)
     if faults:
         raise ConfigError("; ".join(faults))
     return [*warnings, *tight]

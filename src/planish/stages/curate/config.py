@@ -6,9 +6,9 @@ import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
-from planish.base.config import Section, nearest
+from planish.base.config import Fraction, Needs, Section, nearest, setting
 from planish.base.parallel import DeviceName
 from planish.store.sources import parse_source
 
@@ -149,27 +149,29 @@ class CurateConfig(Section):
     """JSONL or Parquet file, or data set of the hub: a path, `owner/name`,
     `hf://owner/name[/file][@revision]`, `s3://bucket/key` or `https://...#sha256=<digest>`; empty:
     generate `task`."""
-    evaluation_dataset: str = ""
+    evaluation_dataset: str = setting(
+        "", Needs("curate.dataset", why="name the training problems too")
+    )
     """Held-out problems, in the same forms; empty: hold out a part of `dataset`."""
-    evaluation_sets: list[EvaluationSet] = Field(default_factory=list)
+    evaluation_sets: list[EvaluationSet] = setting([], quiet="evaluation_sets")
     """Sets that policies are measured on besides the held-out problems, each by itself; no problem
     of theirs is trained on. Names (`aime-2024`, `aime-2025`, `math-500`, `gsm8k`), addresses, or
     tables as below."""
     task: Task = "column-arithmetic"
     """Generated task, used while `dataset` is empty."""
-    num_prompts: int = Field(default=4096, ge=1, le=1_000_000)
+    num_prompts: int = Field(4096, ge=1, le=1_000_000)
     """Training prompts of a generated task; small tasks may have fewer different ones."""
-    evaluation_size: int = Field(default=512, ge=1)
+    evaluation_size: PositiveInt = 512
     """Most held-out prompts; further ones of `dataset` are trained on."""
-    evaluation_fraction: float = Field(default=0.125, gt=0.0, lt=1.0)
+    evaluation_fraction: float = Field(0.125, gt=0.0, lt=1.0)
     """Part of all prompts that is held out, by hash of operands or words; one at least."""
-    num_traces: int | None = Field(default=None, ge=0)
+    num_traces: int | None = Field(None, ge=0)
     """Most worked traces for the cold start, chosen by hash; None: one for each training prompt."""
-    trace_mistakes: float = Field(default=0.0, ge=0.0, le=1.0)
+    trace_mistakes: Fraction = 0.0
     """Part of the worked traces that are made here in which one digit is wrong, as solutions that
     were scraped hold mistakes: the cold start learns them, reinforcement learning can unlearn
     them. Traces of a data set stay as they are."""
-    max_operand_digits: int = Field(default=4, ge=1, le=9)
+    max_operand_digits: int = Field(4, ge=1, le=9)
     """Longest operand of column arithmetic."""
     hub_config: str = ""
     """Configuration name of a hub data set; empty: its only one."""
@@ -198,35 +200,37 @@ class CurateConfig(Section):
     to_integers: bool = False
     """Rewrite problems whose answer is a fraction or a + b*sqrt(c) so that the answer is an
     integer; others are rejected. DAPO, arXiv 2503.14476, section 3.5."""
-    rewriter: str = ""
+    rewriter: str = setting(
+        "", Needs("curate.to_integers", True, "it rewrites what the rules reject")
+    )
     """`module:callable` that rewrites what the rules reject; empty: off."""
-    max_prompt_chars: int = Field(default=8192, ge=1)
+    max_prompt_chars: PositiveInt = 8192
     """Longer prompts are dropped; in characters of all messages together."""
-    near_duplicate_threshold: float = Field(default=0.8, gt=0.0, le=1.0)
+    near_duplicate_threshold: float = Field(0.8, gt=0.0, le=1.0)
     """Jaccard similarity of word triples from which two problems count as one; 1: only equal."""
-    contamination_ngram: int = Field(default=13, ge=2)
+    contamination_ngram: int = Field(13, ge=2)
     """Training problems that share so many words in a row with a held-out problem are dropped;
     instructions that one problem in two hundred begins, ends or is built with do not count."""
     pass_rate_policy: str = ""
     """Pinned URI of a reference policy that measures pass rates; empty: off."""
-    pass_rate_samples: int = Field(default=8, ge=1)
+    pass_rate_samples: PositiveInt = 8
     """Responses to each prompt."""
-    pass_rate_max_tokens: int = Field(default=1024, ge=1)
+    pass_rate_max_tokens: PositiveInt = 1024
     """Longest of these responses, in tokens."""
-    pass_rate_max_rows: int = Field(default=256, ge=1)
+    pass_rate_max_rows: PositiveInt = 256
     """Of these responses, those that the engine generates at once."""
     pass_rate_device: DeviceName = "auto"
     """Where the reference policy lives; `auto` takes an accelerator where there is one."""
-    pass_rate_min: float = Field(default=0.0, ge=0.0, le=1.0)
+    pass_rate_min: Fraction = 0.0
     """Training prompts below this pass rate are dropped."""
-    pass_rate_max: float = Field(default=1.0, ge=0.0, le=1.0)
+    pass_rate_max: Fraction = 1.0
     """Training prompts above this pass rate are dropped."""
-    reward_columns: list[str] = Field(default_factory=list)
+    reward_columns: list[str] = setting([], quiet="reward_columns")
     """Columns of the data set that reward functions of your own get as `**columns`; those that they
     name as parameters need no mention."""
     skip_bad: bool = False
     """Leave out rows that cannot be read and count them, where the default is to stop."""
-    workers: int = Field(default=1, ge=1, le=64)
+    workers: int = Field(1, ge=1, le=64)
     """Processes for similarity signatures; the result does not depend on it."""
 
     @field_validator("dataset", "evaluation_dataset")
@@ -246,19 +250,12 @@ class CurateConfig(Section):
             )
         if self.rewriter and not _REFERENCE.fullmatch(self.rewriter):
             faults.append(f"`rewriter` must read `module:callable`, got {self.rewriter!r}")
-        if self.rewriter and not self.to_integers:
-            faults.append("`rewriter` needs `to_integers = true`, got false")
-        if self.evaluation_dataset and not self.dataset:
-            faults.append("`evaluation_dataset` needs `dataset`, got an empty `dataset`")
         names = [chosen.name for chosen in self.evaluation_sets]
         if len(set(names)) < len(names):
             faults.append(f"`evaluation_sets` must have different names, got {names}")
         if faults:
             raise ValueError("; ".join(faults))
         return self
-
-    def _off(self) -> list[str]:
-        return [key for key in ("evaluation_sets", "reward_columns") if not getattr(self, key)]
 
     def of_held_out(self) -> CurateConfig:
         """Return the settings for reading `evaluation_dataset`."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.base.config import parse_section
+from planish.base.config import parse_section, parse_settings
 from planish.base.errors import ConfigError, EngineError
 from planish.base.parallel import SINGLE, Ranks
 from planish.engines import open_engine
@@ -295,7 +295,7 @@ class Residents:
             logger.warning("engine.memory_share taken as it is reason=%s", error)
             return config
         size = torch.cuda.get_device_properties(self._device).total_memory
-        share = engine_share(self._config, shape, self._ranks.size, size)
+        share = engine_share(parse_settings(self._config), shape, self._ranks.size, size)
         return config.model_copy(update={"memory_share": share})
 
     def rest(self) -> None:

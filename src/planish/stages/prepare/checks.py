@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from planish.base.errors import ConfigError
 from planish.engines import APART
+from planish.engines.config import OLDER_TOKENS
+from planish.models.config import ModelConfig
 from planish.models.experts import num_experts, spread_fault
 from planish.models.headers import parse_config
 from planish.verifiers import check_verifier
 
-Sections = Mapping[str, Any]
-"""Name to validated section; the settings of `algorithm` depend on the algorithm."""
+
+def check_config(settings: Any) -> list[str]:
+    """Return the faults across sections that no `Needs` beside a setting can state."""
+    checks = (_batches, _windows, _whole_distribution, _routing, _ranks)
+    return [fault for check in checks for fault in check(settings)]
 
 
-def check_config(parsed: Sections) -> list[str]:
-    """Return every fault in the combination of several sections."""
-    checks = (_limits, _batches, _windows, _older_policies, _training, _ranks)
-    return [fault for check in checks for fault in check(parsed)]
-
-
-def _limits(parsed: Sections) -> Iterator[str]:
-    longest, scored = (parsed[name].max_response_tokens for name in ("rollout", "reward"))
-    if scored != longest:
-        yield (
-            f"`reward.max_response_tokens` must equal `rollout.max_response_tokens`, got {scored} "
-            f"and {longest}; the penalty for overlong responses begins before that limit"
-        )
-
-
-def _batches(parsed: Sections) -> Iterator[str]:
-    rollout, train = parsed["rollout"], parsed["train"]
-    if rollout.starvation_policy == "relax" and not parsed["reward"].keep_uniform_groups:
-        yield (
-            "`reward.keep_uniform_groups` must be true with `rollout.starvation_policy = 'relax'`, "
-            "got False; rollout would fill the batch with groups that reward throws away"
-        )
+def _batches(settings: Any) -> Iterator[str]:
+    rollout, train = settings.rollout, settings.train
     rollouts = rollout.prompts_per_iteration * rollout.group_size
     if train.rollouts_per_minibatch > rollouts:
         yield (
@@ -54,90 +39,45 @@ def _batches(parsed: Sections) -> Iterator[str]:
         )
 
 
-def _windows(parsed: Sections) -> Iterator[str]:
-    rollout, algorithm = parsed["rollout"], parsed["algorithm"]
-    window, unfinished = rollout.window_tokens, rollout.unfinished
-    trained = getattr(algorithm, "window_tokens", None)
-    if trained not in (None, window):
-        yield (
-            f"`rollout.window_tokens` must equal `algorithm.window_tokens`, got {window} and "
-            f"{trained}; the algorithm trains on the windows that rollout cuts"
-        )
-    if trained is not None and unfinished != "train":
-        yield (
-            "`rollout.unfinished` must be 'train' for an algorithm that trains on windows, got "
-            f"{unfinished!r}"
-        )
-    if window and unfinished != "hold_group" and not parsed["reward"].keep_uniform_groups:
-        yield (
-            "`reward.keep_uniform_groups` must be true with `rollout.window_tokens`, got False; "
-            "the responses of a group finish in different iterations, so that none of them shows "
-            "whether the group carries a signal"
-        )
-    if trained is not None or not 0 < window < rollout.max_response_tokens:
+def _windows(settings: Any) -> Iterator[str]:
+    """Refuse parts of responses for an algorithm that trains on whole ones."""
+    rollout, algorithm = settings.rollout, settings.algorithm
+    is_cut = 0 < rollout.window_tokens < rollout.max_response_tokens
+    if not is_cut or hasattr(algorithm, "window_tokens"):
         return
+    cut = "`rollout.window_tokens` below `rollout.max_response_tokens`"
     compares_groups = hasattr(algorithm, "std")
     wanted = ("hold_group",) if compares_groups else ("hold", "hold_group")
-    if unfinished not in wanted:
+    if rollout.unfinished not in wanted:
         yield (
-            f"`rollout.unfinished` must be {' or '.join(map(repr, wanted))} with "
-            f"`rollout.window_tokens` below `rollout.max_response_tokens`, got {unfinished!r}; "
-            "this algorithm trains on whole responses"
+            f"`rollout.unfinished` must be {' or '.join(map(repr, wanted))} with {cut}, got "
+            f"{rollout.unfinished!r}; this algorithm trains on whole responses"
             + (" and compares those of a group" if compares_groups else "")
         )
+    if algorithm.correction == "off":
+        yield f"`algorithm.correction` must not be 'off' with {cut}, got 'off'; {OLDER_TOKENS}"
 
 
-def _older_policies(parsed: Sections) -> Iterator[str]:
-    """Require a correction where the policy may train on tokens that an older policy sampled."""
-    rollout, algorithm = parsed["rollout"], parsed["algorithm"]
-    if getattr(algorithm, "correction", "off") != "off":
-        return
-    trains_windows = getattr(algorithm, "window_tokens", None) is not None
-    is_cut = 0 < rollout.window_tokens < rollout.max_response_tokens and not trains_windows
-    ways = {
-        "`rollout.window_tokens` below `rollout.max_response_tokens`": is_cut,
-        "`rollout.max_staleness` above 0": rollout.max_staleness,
-        "`rollout.ahead`": rollout.ahead,
-    }
-    for way, is_taken in ways.items():
-        if is_taken:
-            yield (
-                f"`algorithm.correction` must not be 'off' with {way}, got 'off'; responses have "
-                "tokens of policies before the one that trains: take 'token_truncate' or 'bypass'"
-            )
-
-
-def _training(parsed: Sections) -> Iterator[str]:
-    rollout, train = parsed["rollout"], parsed["train"]
+def _whole_distribution(settings: Any) -> Iterator[str]:
     for name, off in (("top_p", 1.0), ("top_k", 0)):
-        seen = getattr(rollout, name)
+        seen = getattr(settings.rollout, name)
         if seen != off:
             yield (
                 f"`rollout.{name}` must be {off}, which samples from the whole distribution, got "
                 f"{seen}; the trainer does not score tokens under a truncated one. `[evaluate]` "
                 "may truncate"
             )
-    if train.reference_policy and not parsed["algorithm"].kl_coefficient:
-        yield (
-            "`algorithm.kl_coefficient` must be above 0 with `train.reference_policy`, got 0 and "
-            f"{train.reference_policy!r}; without a penalty no reference is used"
-        )
-    if not (rollout.keep_routing or train.replay_routing):
-        return
-    asking = "train.replay_routing" if train.replay_routing else "rollout.keep_routing"
-    experts, origin = _experts(parsed)
-    if experts == 0:
+
+
+def _routing(settings: Any) -> Iterator[str]:
+    asking = "train.replay_routing" if settings.train.replay_routing else "rollout.keep_routing"
+    experts, origin = _experts(settings.model)
+    if experts == 0 and (settings.train.replay_routing or settings.rollout.keep_routing):
         yield f"`{asking}` must be false for a model without experts, got true with {origin} = 0"
-    if parsed["engine"].name == "vllm" and rollout.device == "cpu":
-        yield (
-            f"`{asking}` must be false with the engine `vllm` on the CPU, which can not "
-            "return the experts of a token, got true; `engine.name = 'transformers'` can"
-        )
 
 
-def _experts(parsed: Sections) -> tuple[int | None, str]:
+def _experts(model: ModelConfig) -> tuple[int | None, str]:
     """Return the number of routed experts of a layer and its source; None if not readable here."""
-    model = parsed["model"]
     if not model.path:
         return model.num_experts, "`model.num_experts`"
     place = Path(model.path) / "config.json"
@@ -148,11 +88,11 @@ def _experts(parsed: Sections) -> tuple[int | None, str]:
     return num_experts(config), f"experts in {str(place)!r}"
 
 
-def _ranks(parsed: Sections) -> Iterator[str]:
-    engine = parsed["engine"]
+def _ranks(settings: Any) -> Iterator[str]:
+    engine = settings.engine
     if engine.name not in APART:
         return
-    experts, origin = _experts(parsed)
+    experts, origin = _experts(settings.model)
     if experts is not None:
         fault = spread_fault(experts, engine.expert_ranks, engine.redundant_experts)
         if fault:
@@ -160,7 +100,7 @@ def _ranks(parsed: Sections) -> Iterator[str]:
     # Each vLLM rank has a single batch.
     slots = engine.attention_ranks * (engine.micro_batches if engine.name == "disagg" else 1)
     for section in ("rollout", "evaluate", "sft"):
-        rows = parsed[section].max_rows
+        rows = getattr(settings, section).max_rows
         if rows < slots:
             yield (
                 f"`{section}.max_rows` must be at least one row for each of the {slots} "
@@ -168,41 +108,49 @@ def _ranks(parsed: Sections) -> Iterator[str]:
             )
 
 
-def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
+def check_run(settings: Any, num_shards: int) -> list[str]:
     """Return faults that prevent a run with a resolved configuration.
 
     A valid configuration may still lack what a run needs: presets with published values name no
     model, and the context of the small built model is too short for them. `num_shards` counts
     the rollout shards of an iteration in the compiled pipeline.
     """
-    faults = []
-    prompts = config["rollout"]["prompts_per_iteration"]
+    checks = (_shards(settings, num_shards), _verifiers(settings), _lengths(settings))
+    return [fault for faults in checks for fault in faults]
+
+
+def _shards(settings: Any, num_shards: int) -> Iterator[str]:
+    prompts = settings.rollout.prompts_per_iteration
     if not 1 <= num_shards <= prompts:
-        faults.append(
+        yield (
             f"the pipeline must have 1 to `rollout.prompts_per_iteration` ({prompts}) rollout "
             f"shards, got {num_shards}; compile it with fewer shards, each fills a part of the "
             "batch"
         )
-    named = {"curate.verifier": config["curate"]["verifier"]}
-    for place, chosen in enumerate(config["curate"].get("evaluation_sets", ())):
-        named[f"curate.evaluation_sets.{place}.verifier"] = chosen["verifier"]
-    for place, function in enumerate(config["reward"].get("functions", ())):
-        named[f"reward.functions.{place}.name"] = function["name"]
+
+
+def _verifiers(settings: Any) -> Iterator[str]:
+    curate = settings.curate
+    named = {"curate.verifier": curate.verifier}
+    for place, chosen in enumerate(curate.evaluation_sets):
+        named[f"curate.evaluation_sets.{place}.verifier"] = chosen.verifier
+    named = {key: verifier for key, verifier in named.items() if verifier != "auto"}
+    for place, function in enumerate(settings.reward.functions):
+        named[f"reward.functions.{place}.name"] = function.name
     for key, verifier in named.items():
         try:
-            if verifier != "auto" or key.startswith("reward."):
-                check_verifier(verifier)
+            check_verifier(verifier)
         except ConfigError as error:
-            faults.append(f"`{key}`: {error}")
-    if config["model"]["path"]:
-        return faults
-    limit = config["model"]["max_model_tokens"]
-    for section in ("rollout", "sft", "evaluate"):
-        tokens = config[section]["max_response_tokens"]
+            yield f"`{key}`: {error}"
+
+
+def _lengths(settings: Any) -> Iterator[str]:
+    limit = settings.model.max_model_tokens
+    for section in () if settings.model.path else ("rollout", "sft", "evaluate"):
+        tokens = getattr(settings, section).max_response_tokens
         if tokens >= limit:
-            faults.append(
+            yield (
                 f"`{section}.max_response_tokens` must be below `model.max_model_tokens` "
                 f"({limit}), which holds prompt and response, got {tokens}; give a trained model "
                 "by `model`, or start from a preset for the small one"
             )
-    return faults

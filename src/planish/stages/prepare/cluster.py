@@ -6,20 +6,24 @@ faults of room can become warnings.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
+from planish.base.config import document_faults
 from planish.base.errors import ClusterError, ConfigError
 from planish.base.parallel import MIN_DRIVER
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
 from planish.run.gang.cluster import TRAINER_PERMISSIONS
 from planish.run.gang.manifests import RUNTIME
 from planish.run.kube import Kube, in_pod
+
+Nodes = Sequence[Mapping[str, str]]
+"""Allocatable resources and labels of each schedulable node, in one mapping."""
 
 ACTIVE_PHASES = ("", "Pending", "Running")
 
@@ -76,7 +80,7 @@ class ClusterApi(Kube):
         states = [item.get("status", {}) for item in listed]
         return [{"hard": s.get("hard", {}), "used": s.get("used", {})} for s in states]
 
-    def nodes(self) -> Sequence[Mapping[str, str]]:
+    def nodes(self) -> Nodes:
         """Return allocatable resources and labels of each schedulable node, in one mapping."""
         return [
             {**node["metadata"].get("labels", {}), **node["status"].get("allocatable", {})}
@@ -163,9 +167,9 @@ class Pod:
 class PodRequests:
     """Pods that the pipeline was compiled with."""
 
-    pod: Mapping[str, str]
+    pod: Mapping[str, str] = field(default_factory=dict)
     """Largest request of one pod by resource."""
-    total: Mapping[str, str]
+    total: Mapping[str, str] = field(default_factory=dict)
     """Largest sum of requests of pods that run at the same time."""
     stages: Mapping[str, Pod] = field(default_factory=dict)
     gpu_bytes: int = 80 * 10**9
@@ -197,27 +201,14 @@ class PodRequests:
             ConfigError: another release has compiled the pipeline, with other fields.
         """
         try:
-            raw: dict[str, Any] = json.loads(text or "{}")
-            num_nodes = int(raw.get("num_nodes", 1))
-            stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
-        except (AttributeError, TypeError, ValueError) as error:
+            found = TypeAdapter(cls).validate_json(text or "{}")
+        except ValidationError as error:
             raise ConfigError(
-                f"`requests` must be JSON with pod, total and stages, got {text!r:.200} ({error}); "
-                "compile the pipeline with the release of the image"
+                f"`requests` must be JSON with pod, total and stages, got {text!r:.200} "
+                f"({document_faults(error)}); compile the pipeline with the release of the image"
             ) from None
-        return cls(
-            raw.get("pod", {}),
-            raw.get("total", {}),
-            stages,
-            int(raw.get("gpu_bytes", cls.gpu_bytes)),
-            num_nodes=num_nodes,
-            has_gang_pods=num_nodes > 1,
-            rank=raw.get("rank", {}),
-            in_turn="iterate" in stages,
-            moments=raw.get("moments", {}),
-            labels=raw.get("labels", {}),
-            gpu_labels=raw.get("gpu_labels", {}),
-        )
+        is_gang, in_turn = found.num_nodes > 1, "iterate" in found.stages
+        return replace(found, has_gang_pods=is_gang, in_turn=in_turn)
 
     def pod_of(self, stage: str) -> Pod | None:
         """Return the pod of a stage; the pod of `iterate`, if any, runs `rollout` and `train`."""
@@ -267,14 +258,15 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
             "manifests/ for this namespace (kfp-single-user, kfp-multi-user, or local or gpu "
             "without Kubeflow) and name its account, planish-runner"
         )
-    room: list[str] = []
+    may_list = {p.resource for p in (*wanted, *everywhere) if p not in missing}
+    quotas = api.quotas() if "resourcequotas" in may_list else []
+    nodes = api.nodes() if "nodes" in may_list else None
+    room = list(_quota_faults(quotas, requests))
     waiting: list[str] = []
-    if Permission("", "resourcequotas", "list") not in missing:
-        room += _quota_faults(api.quotas(), requests)
-    if Permission("", "nodes", "list") not in missing:
-        nodes = api.nodes()
+    if nodes is not None:
         room += [*_node_faults(nodes, requests), *_driver_faults(nodes, requests)]
         waiting = _waiting(nodes, requests)
+    room = [f"{fault}, or set `chain.assume_autoscaling=true`" for fault in room]
     retries = retries_under(api.controller())
     if assume_autoscaling:
         return Findings(tuple(faults), (*room, *waiting), retries)
@@ -306,52 +298,42 @@ def retries_under(settings: Mapping[str, str] | None) -> str:
     )
 
 
-def _driver_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
-    """Return a fault if nodes have a driver older than the CUDA wheels of our images need."""
+def _driver_faults(nodes: Nodes, requests: PodRequests) -> Iterator[str]:
+    """Yield a fault if nodes have a driver older than the CUDA wheels of our images need."""
     versions = {node.get(DRIVER_LABEL, "") for node in nodes}
     old = sorted(each for each in versions if each.isdecimal() and int(each) < MIN_DRIVER)
-    if not (old and requests.have_gpus):
-        return []
-    return [
-        f"nodes with GPUs must have the NVIDIA driver {MIN_DRIVER} or newer for CUDA 13, got "
-        f"`{DRIVER_LABEL}` = {', '.join(old)}; update their driver, cordon them, or set "
-        "`chain.assume_autoscaling=true`"
-    ]
+    if old and requests.have_gpus:
+        yield (
+            f"nodes with GPUs must have the NVIDIA driver {MIN_DRIVER} or newer for CUDA 13, got "
+            f"`{DRIVER_LABEL}` = {', '.join(old)}; update their driver, cordon them"
+        )
 
 
 def _quota_faults(
     quotas: Sequence[Mapping[str, Mapping[str, str]]], requests: PodRequests
-) -> list[str]:
-    faults = []
+) -> Iterator[str]:
+    # The quota names cores and memory with or without the prefix, other resources with it.
+    names = {f"requests.{resource}": resource for resource in requests.total}
+    names |= {resource: resource for resource in ("cpu", "memory") if resource in requests.total}
     for quota in quotas:
-        for key, limit in sorted(quota.get("hard", {}).items()):
-            resource = key.removeprefix("requests.")
-            wanted = requests.total.get(resource)
-            if wanted is None or (resource == key and resource not in ("cpu", "memory")):
-                continue
+        for key in sorted(names.keys() & quota.get("hard", {})):
+            wanted, limit = requests.total[names[key]], quota["hard"][key]
             free = amount(limit) - amount(quota.get("used", {}).get(key, "0"))
             if amount(wanted) > free:
-                faults.append(
-                    f"the quota of the namespace must leave {wanted} of `{resource}` for the "
-                    f"largest stage, got {limit} in all and {free:g} free; raise the quota, wait, "
-                    "or set `chain.assume_autoscaling=true`"
+                yield (
+                    f"the quota of the namespace must leave {wanted} of `{names[key]}` for the "
+                    f"largest stage, got {limit} in all and {free:g} free; raise the quota, wait"
                 )
-    return faults
 
 
-def _for_pods(
-    nodes: Sequence[Mapping[str, str]], requests: PodRequests, *, with_gpus: bool
-) -> list[Mapping[str, str]]:
-    """Return the nodes whose labels match those of the pods."""
-    labels = {**requests.labels, **(requests.gpu_labels if with_gpus else {})}
+def _for_pods(nodes: Nodes, requests: PodRequests, wanted: Mapping[str, str]) -> Nodes:
+    """Return the nodes whose labels match those of the pods with these requests."""
+    has_gpus = not wanted.keys() <= {"cpu", "memory"}
+    labels = {**requests.labels, **(requests.gpu_labels if has_gpus else {})}
     return [node for node in nodes if labels.items() <= node.items()]
 
 
-def _has_gpus(wanted: Mapping[str, str]) -> bool:
-    return not wanted.keys() <= {"cpu", "memory"}
-
-
-def _places(nodes: Sequence[Mapping[str, str]], wanted: Mapping[str, str]) -> int:
+def _places(nodes: Nodes, wanted: Mapping[str, str]) -> int:
     """Return the number of pods of this size that fit on the nodes if these are empty."""
     each = {name: amount(text) for name, text in wanted.items()}
     return sum(
@@ -361,11 +343,11 @@ def _places(nodes: Sequence[Mapping[str, str]], wanted: Mapping[str, str]) -> in
     )
 
 
-def _waiting(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
+def _waiting(nodes: Nodes, requests: PodRequests) -> list[str]:
     """Return a warning for each stage whose pods do not all fit at the same time."""
     found = []
     for stage, (count, wanted) in requests.moments.items():
-        room = _places(_for_pods(nodes, requests, with_gpus=_has_gpus(wanted)), wanted)
+        room = _places(_for_pods(nodes, requests, wanted), wanted)
         if room < count:
             found.append(
                 f"`{stage}` runs {count} pods at the same time, each with {dict(wanted)}, and the "
@@ -374,33 +356,33 @@ def _waiting(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[
     return found
 
 
-def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
-    faults = []
-    ours = _for_pods(nodes, requests, with_gpus=_has_gpus(requests.pod))
+def _node_faults(nodes: Nodes, requests: PodRequests) -> Iterator[str]:
+    ours = _for_pods(nodes, requests, requests.pod)
     if nodes and not ours:
         labels = {**requests.labels, **requests.gpu_labels}
-        faults.append(
+        yield (
             f"a node with the labels {labels} must exist, but none of the {len(nodes)} nodes has "
-            "them; label the nodes, or set `chain.assume_autoscaling=true`"
+            "them; label the nodes"
         )
-        return faults
+        return
+    is_small = False
     for resource, wanted in sorted(requests.pod.items()):
         largest = max((amount(node.get(resource, "0")) for node in ours), default=0.0)
+        is_small |= amount(wanted) > largest
         if largest == 0 and resource not in ("cpu", "memory"):
-            faults.append(
+            yield (
                 f"a node with `{resource}` must exist, but none of the {len(ours)} nodes has it; "
-                "add one, compile another profile, or set `chain.assume_autoscaling=true`"
+                "add one, compile another profile"
             )
         elif amount(wanted) > largest:
-            faults.append(
+            yield (
                 f"a node must hold {wanted} of `{resource}` for the largest pod, but the largest "
-                f"has {largest:g}; compile another profile or set `chain.assume_autoscaling=true`"
+                f"has {largest:g}; compile another profile"
             )
     at_once = _places(ours, requests.rank)
-    if not faults and requests.num_nodes > 1 and at_once < requests.num_nodes:
-        faults.append(
+    if not is_small and requests.num_nodes > 1 and at_once < requests.num_nodes:
+        yield (
             f"the nodes must hold the {requests.num_nodes} pods that train together, each with "
             f"{dict(requests.rank)}, but only {at_once} of them fit; add nodes, lower "
-            "`train.num_nodes`, or set `chain.assume_autoscaling=true`"
+            "`train.num_nodes`"
         )
-    return faults

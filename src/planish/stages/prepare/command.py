@@ -92,7 +92,7 @@ def toml_text(config: Mapping[str, Mapping[str, Any]]) -> str:
         [run]
         seed = 1
     """
-    from planish.stages.prepare.settings import toml_value
+    from planish.base.config import toml_value
 
     return "\n\n".join(
         "\n".join([f"[{section}]", *(f"{key} = {toml_value(table[key])}" for key in table)])
@@ -108,11 +108,12 @@ def show_config(options: argparse.Namespace) -> Lines:
 
 def show_plan(options: argparse.Namespace) -> Lines:
     """Yield the memory demand of each device of each stage; then raise the faults."""
+    from planish.base.config import parse_settings
     from planish.base.errors import ConfigError
     from planish.base.text import bytes_text
     from planish.stages.prepare import devices
 
-    config = resolved(options)
+    config = parse_settings(resolved(options))
     requests = devices.profile_requests(options.profile)
     if options.gpu_memory:
         if not 1 <= options.gpu_memory <= 10_000:
@@ -121,9 +122,8 @@ def show_plan(options: argparse.Namespace) -> Lines:
             )
         requests = replace(requests, gpu_bytes=int(options.gpu_memory * 10**9))
     shape = devices.find_shape(config)
-    found = devices.demands(config, shape, requests)
-    faults = devices.device_faults(config, requests) + devices.trainer_faults(config, shape)
-    faults += [demand.fault for demand in found if demand.fault]
+    found, impossible, tight = devices.judge(config, shape, requests)
+    faults = [*devices.device_faults(config, requests), *impossible, *tight]
     warnings = devices.device_warnings(config, requests)
     if options.json:
         document = {
@@ -136,7 +136,7 @@ def show_plan(options: argparse.Namespace) -> Lines:
         }
         yield json.dumps(document, indent=2)
     else:
-        name = config["model"]["path"] or "a model from scratch"
+        name = config.model.path or "a model from scratch"
         yield f"{name}: {shape.parameters:,} parameters, {options.profile}"
         for demand in found:
             rows = [[part.name, bytes_text(part.num_bytes), part.how] for part in demand.parts]

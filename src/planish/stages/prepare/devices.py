@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from planish.base.config import nearest, parse_section
+from planish.base.config import nearest
 from planish.base.errors import ConfigError
 from planish.base.parallel import grid_fault, num_trainers, package_fault
 from planish.base.text import bytes_text
 from planish.engines import APART
-from planish.models.config import ModelConfig
 from planish.models.experts import sharing_fault
 from planish.models.headers import read_config
 from planish.models.shapes import (
@@ -59,7 +59,7 @@ class Demand:
     stage: str
     device: str
     """Device in words: `each of 8 GPUs`."""
-    parts: tuple[MemoryPart, ...]
+    parts: Sequence[MemoryPart]
     room_bytes: int
     remedy: str
 
@@ -123,14 +123,34 @@ def find_shape(config: Config) -> ModelShape:
         ConfigError: there is no config.json, or its memory cannot be counted.
         StoreUnavailable: the store does not answer.
     """
-    settings = parse_section(ModelConfig, config["model"], section="model")
-    if not settings.path:
-        return built_shape(settings)
-    known = None if (Path(settings.path) / "config.json").is_file() else known_shape(settings.path)
+    model = config.model
+    if not model.path:
+        return built_shape(model)
+    known = None if (Path(model.path) / "config.json").is_file() else known_shape(model.path)
     if known:
         return known
-    source = parse_source(settings.path, key="model.path")
-    return shape_of(read_config(open_folder(source, key="model.path", revision=settings.revision)))
+    source = parse_source(model.path, key="model.path")
+    return shape_of(read_config(open_folder(source, key="model.path", revision=model.revision)))
+
+
+class Processes(NamedTuple):
+    """Numbers of training processes."""
+
+    pod: int
+    """Processes of one pod."""
+    total: int
+    """Processes of all pods that train together."""
+    trainers: int
+    """Processes that train; with `rollout.ahead` the others sample, and 0 means that `train.split`
+    does not divide the processes."""
+
+    @classmethod
+    def of(cls, config: Config, pod: Pod, requests: PodRequests) -> Processes:
+        """Return the processes in pods of a profile, or on this machine."""
+        train = config.train
+        each = train.num_processes or max(1, pod.gpus)
+        total = each * (train.num_nodes or requests.num_nodes or 1)
+        return cls(each, total, num_trainers(train.split, total) if config.rollout.ahead else total)
 
 
 def device_faults(config: Config, requests: PodRequests) -> list[str]:
@@ -139,187 +159,160 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
     Outside a cluster all stages run on this machine, so missing packages are faults too. In a
     cluster each stage checks its own image, which has other packages than that of `prepare`.
     """
-    faults = []
-    if not requests.num_nodes:
-        engine = config["engine"]
-        faults += [
-            package_fault("train.trainer", config["train"]["trainer"]),
-            package_fault("engine.name", engine.get("name", "")),
-            package_fault("engine.transport", engine.get("transport", "")),
-        ]
-    if requests.have_gpus and not config["model"]["path"]:
-        faults.append(
+    train, engine = config.train, config.engine
+    packages = {
+        "train.trainer": train.trainer,
+        "engine.name": engine.name,
+        "engine.transport": engine.transport,
+    }
+    missing = [] if requests.num_nodes else [package_fault(*each) for each in packages.items()]
+    checks = (_pod_faults, _engine_faults, _rank_faults)
+    return [
+        *filter(None, missing),
+        *(fault for check in checks for fault in check(config, requests)),
+    ]
+
+
+def _pod_faults(config: Config, requests: PodRequests) -> Iterator[str]:
+    if requests.have_gpus and not config.model.path:
+        yield (
             "`model.path` must name a model in pods with GPUs, got none; what is built from "
             f"scratch is for a machine without: take a preset for GPUs, {SMALLEST!r} is the "
             "smallest, or give a model by `model`"
         )
     for stage, path in DEVICES.items():
-        pod = requests.pod_of(stage)
-        section, _, key = path.partition(".")
-        seen = config.get(section, {}).get(key, "auto")
-        if pod and seen not in ("auto", "cuda" if pod.gpus else "cpu"):
-            faults.append(
-                f"`{path}` must be 'auto' or {'cuda' if pod.gpus else 'cpu'!r} in {pod}, got "
-                f"{seen!r}; change it, or take another profile"
+        pod, seen = requests.pod_of(stage), attrgetter(path)(config)
+        wanted = "cuda" if pod and pod.gpus else "cpu"
+        if pod and seen not in ("auto", wanted):
+            yield (
+                f"`{path}` must be 'auto' or {wanted!r} in {pod}, got {seen!r}; change it, or take "
+                "another profile"
             )
-    faults += _rank_faults(config, requests)
-    for stage, setting in (("sft", "force"), ("curate", "pass_rate_policy")):
-        pod, asked = requests.stages.get(stage), config[stage].get(setting)
-        if asked and pod and not pod.gpus and requests.have_gpus:
-            faults.append(
-                f"`{stage}.{setting}` must be off in a pipeline whose `{stage}` has {pod}, got "
-                f"{asked!r}; compile it with GPUs for it (`python -m pipelines.compile "
-                "--cold-start`, then `planish submit --pipeline FILE`)"
+    for stage, path in (("sft", "sft.force"), ("curate", "curate.pass_rate_policy")):
+        pod, seen = requests.stages.get(stage), attrgetter(path)(config)
+        if seen and pod and not pod.gpus and requests.have_gpus:
+            yield (
+                f"`{path}` must be off in a pipeline whose `{stage}` has {pod}, got {seen!r}; "
+                "compile it with GPUs for it (`python -m pipelines.compile --cold-start`, then "
+                "`planish submit --pipeline FILE`)"
             )
-    ranks, setting = config["engine"].get("tensor_parallel", 1), "`engine.tensor_parallel`"
-    if requests.in_turn and config["engine"].get("name") in APART:
-        faults.append(
+
+
+def _engine_faults(config: Config, requests: PodRequests) -> Iterator[str]:
+    engine, is_apart = config.engine, config.engine.name in APART
+    if requests.in_turn and is_apart:
+        yield (
             "a task of several iterations needs its engine in the training processes: "
-            f"`engine.name` = {config['engine'].get('name')!r} needs iterations apart (`python -m "
+            f"`engine.name` = {engine.name!r} needs iterations apart (`python -m "
             "pipelines.compile --resident 0`, then `planish submit --pipeline FILE`)"
         )
-    if is_ahead(config) and not requests.in_turn:
-        faults.append(
+    if config.rollout.ahead and not requests.in_turn:
+        yield (
             "`rollout.ahead` must be 0 where every stage of an iteration is a task of its own, got "
             "1; run several iterations in one task (`--resident` of `planish run` and of `python "
             "-m pipelines.compile`, as the profiles for GPUs have it)"
         )
-    if config["engine"].get("name") in APART:
-        ranks = sum(ranks_apart(config))
-        setting = "`engine.attention_ranks` + `engine.expert_ranks`"
-    for stage in ("rollout", "evaluate"):
-        pod = requests.pod_of(stage)
-        if pod and pod.gpus and ranks > pod.gpus:
-            faults.append(
-                f"{setting} must be at most the GPUs of a pod of `{stage}` "
-                f"({pod.gpus}), got {ranks}; lower it, or take a profile with more"
-            )
-    return list(filter(None, faults))
-
-
-def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
-    faults = []
-    pod = requests.pod_of("train")
-    gpus = pod.gpus if pod else 0
-    processes, num_nodes = config["train"]["num_processes"], config["train"]["num_nodes"]
     at_once, _ = requests.moments.get("rollout", (1, {}))
-    if config["engine"].get("peers") and at_once > 1:
-        faults.append(
+    if engine.peers and at_once > 1:
+        yield (
             f"a pipeline with `engine.peers` must run one rollout task at a time, got {at_once}; "
             "compile it with one shard (`python -m pipelines.compile --shards 1`), whose attention "
             "ranks all share the experts"
         )
-    if gpus and processes not in (0, gpus):
-        faults.append(
-            f"`train.num_processes` must be 0 or {gpus} in {pod}, got {processes}; 0 is one "
-            "for each GPU"
-        )
-    if num_nodes > 1 and not requests.num_nodes:
-        faults.append(
-            f"`train.num_nodes` must be 0 or 1 outside a cluster, got {num_nodes}; submit the run "
-            "to a cluster, or take `train.num_processes`"
-        )
-    if gpus and num_nodes > 1 and not requests.has_gang_pods:
-        faults.append(
-            f"`train.num_nodes` must be 0 or 1 in a profile whose train stage is {pod}, got "
-            f"{num_nodes}: it would wait in that pod for others like it; take the profile gpu-4x8 "
-            f"or gpu-16x8 with `train.num_nodes={num_nodes}`"
-        )
-    if pod:
-        num_ranks = (processes or max(1, gpus)) * (num_nodes or requests.num_nodes or 1)
-        replicas = config["train"].get("replicas", 1)
-        ranks = config["engine"].get("tensor_parallel", 1)
-        sampling = num_ranks - is_ahead(config) * num_trainers(split_of(config), num_ranks)
-        if requests.in_turn and (sampling % ranks or (processes or max(1, gpus)) % ranks):
-            faults.append(
-                "`engine.tensor_parallel` must divide the training processes of a pod, and of all "
-                f"those that sample, in a task of several iterations, got {ranks} for "
-                f"{processes or max(1, gpus)} and {sampling}; `train.num_processes` sets them, or "
-                "run iterations apart (`--resident 0`)"
+    setting, ranks = "`engine.tensor_parallel`", engine.tensor_parallel
+    if is_apart:
+        setting, ranks = "`engine.attention_ranks` + `engine.expert_ranks`", engine.num_ranks
+    for stage in ("rollout", "evaluate"):
+        pod = requests.pod_of(stage)
+        if pod and pod.gpus and not engine.peers and ranks > pod.gpus:
+            yield (
+                f"{setting} must be at most the GPUs of a pod of `{stage}` "
+                f"({pod.gpus}), got {ranks}; lower it, or take a profile with more"
             )
-        if is_ahead(config):
-            split = split_of(config)
-            if not num_trainers(split, num_ranks):
-                return [
-                    *faults,
-                    f"`train.split` = {split!r} must divide the number of training processes with "
-                    f"`rollout.ahead`, got {num_ranks}; `train.num_processes` sets it, or take "
-                    "another split",
-                ]
-            num_ranks = num_trainers(split, num_ranks)
-        if fault := grid_fault(num_ranks, **grid_of(config), replicas=replicas):
-            faults.append(fault)
-    return faults
 
 
-def is_ahead(config: Config) -> bool:
-    """Return whether some processes sample while the others train."""
-    return bool(config["rollout"].get("ahead"))
-
-
-def split_of(config: Config) -> str:
-    """Return the ratio of sampling to training processes, such as `3:1`, for `rollout.ahead`."""
-    return str(config["train"].get("split", "3:1"))
-
-
-def ranks_apart(config: Config) -> tuple[int, int]:
-    """Return the numbers of attention and expert ranks of a pod; rank i has device i."""
-    engine = memory.settings_of_engine(config)
-    return (0, 0) if engine.peers else (engine.attention_ranks, engine.expert_ranks)
-
-
-def grid_of(config: Config) -> dict[str, int]:
-    """Return the degrees of tensor, pipeline, expert and context parallelism of the trainer."""
-    keys = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel"}
-    keys["cp"] = "context_parallel"
-    return {axis: config["train"].get(key, 1) for axis, key in keys.items()}
+def _rank_faults(config: Config, requests: PodRequests) -> Iterator[str]:
+    train, pod = config.train, requests.pod_of("train")
+    if train.num_nodes > 1 and not requests.num_nodes:
+        yield (
+            f"`train.num_nodes` must be 0 or 1 outside a cluster, got {train.num_nodes}; submit "
+            "the run to a cluster, or take `train.num_processes`"
+        )
+    if not pod:
+        return
+    if pod.gpus and train.num_processes not in (0, pod.gpus):
+        yield (
+            f"`train.num_processes` must be 0 or {pod.gpus} in {pod}, got {train.num_processes}; 0 "
+            "is one for each GPU"
+        )
+    if pod.gpus and train.num_nodes > 1 and not requests.has_gang_pods:
+        yield (
+            f"`train.num_nodes` must be 0 or 1 in a profile whose train stage is {pod}, got "
+            f"{train.num_nodes}: it would wait in that pod for others like it; take the profile "
+            f"gpu-4x8 or gpu-16x8 with `train.num_nodes={train.num_nodes}`"
+        )
+    ranks, processes = config.engine.tensor_parallel, Processes.of(config, pod, requests)
+    sampling = processes.total - config.rollout.ahead * processes.trainers
+    if requests.in_turn and (sampling % ranks or processes.pod % ranks):
+        yield (
+            "`engine.tensor_parallel` must divide the training processes of a pod, and of all "
+            f"those that sample, in a task of several iterations, got {ranks} for {processes.pod} "
+            f"and {sampling}; `train.num_processes` sets them, or run iterations apart "
+            "(`--resident 0`)"
+        )
+    if not processes.trainers:
+        yield (
+            f"`train.split` = {train.split!r} must divide the number of training processes with "
+            f"`rollout.ahead`, got {processes.total}; `train.num_processes` sets it, or take "
+            "another split"
+        )
+    elif fault := grid_fault(processes.trainers, **train.degrees, replicas=train.replicas):
+        yield fault
 
 
 def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
     """Return the faults that prevent the trainer from sharding this model over its ranks."""
-    train, grid = config["train"], grid_of(config)
-    parts = grid["tp"]
+    train = config.train
+    parts = train.tensor_parallel
     heads = shape.num_heads // parts, max(1, shape.num_kv_heads // parts)
-    fault = context_fault(shape.family, *heads, grid["cp"], has_windows=shape.has_windows)
-    faults = [fault] if fault else []
-    if train["trainer"] != "megatron":
-        return faults
-    counts = {"heads": shape.num_heads, "heads of keys and values": shape.num_kv_heads}
+    context = context_fault(
+        shape.family, *heads, train.context_parallel, has_windows=shape.has_windows
+    )
+    if train.trainer != "megatron":
+        return list(filter(None, [context]))
+    divided = {
+        f"{shape.num_heads} heads": ("tensor_parallel", shape.num_heads),
+        f"{shape.num_kv_heads} heads of keys and values": ("tensor_parallel", shape.num_kv_heads),
+        f"{shape.layers} layers": ("pipeline_parallel", shape.layers),
+    }
     if not shape.num_experts:
-        counts["features between the projections of a layer"] = shape.intermediate_size
-    faults += [
-        f"`train.tensor_parallel` must divide the {count} {name} of the model, got {parts}"
-        for name, count in counts.items()
-        if count % parts
+        width = shape.intermediate_size
+        name = f"{width} features between the projections of a layer"
+        divided[name] = ("tensor_parallel", width)
+    faults = [
+        f"`train.{key}` must divide the {name} of the model, got {getattr(train, key)}"
+        for name, (key, count) in divided.items()
+        if count % getattr(train, key)
     ]
-    if shape.layers % grid["pp"]:
-        faults.append(
-            f"`train.pipeline_parallel` must divide the {shape.layers} layers of the model, got "
-            f"{grid['pp']}"
-        )
-    shares_tokens = train.get("sequence_parallel", False)
-    if fault := sharing_fault(
-        shape.num_experts, grid["ep"], tensor_parallel=parts, shares_tokens=shares_tokens
-    ):
-        faults.append(fault)
+    sharing = sharing_fault(
+        shape.num_experts,
+        train.expert_parallel,
+        tensor_parallel=parts,
+        shares_tokens=train.sequence_parallel,
+    )
     if shape.beside_megatron:
         faults.append(
             f"`train.trainer` must be 'fsdp2' for a model with {', '.join(shape.beside_megatron)}, "
             f"got 'megatron', which trains {', '.join(MEGATRON_FAMILIES)} as published"
         )
-    if rank := config["model"].get("lora_rank", 0):
-        faults.append(
-            f"`model.lora_rank` must be 0 for the trainer 'megatron', got {rank}; "
-            "`train.trainer = 'fsdp2'` trains adapters"
-        )
-    return faults
+    return list(filter(None, [context, *faults, sharing]))
 
 
 def device_warnings(config: Config, requests: PodRequests) -> list[str]:
     """Return warnings for settings that work but waste the GPUs of the pods."""
     pod = requests.pod_of("train")
-    is_wide = config["train"]["compute_dtype"] == "float32"
-    if not (pod and pod.gpus and config["model"]["path"] and is_wide):
+    is_wide = config.train.compute_dtype == "float32"
+    if not (pod and pod.gpus and config.model.path and is_wide):
         return []
     return [
         "`train.compute_dtype` is float32: GPUs multiply several times as fast in bfloat16, "
@@ -333,20 +326,18 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
     Stages without a pod and ranks at `engine.peers` are left out.
     """
     found, gpu_bytes = [], requests.gpu_bytes
-    num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
-    in_turn = requests.in_turn and config["engine"].get("name") not in APART
-    if in_turn and (pod := requests.pod_of("train")):
-        found += _demands_in_turn(config, shape, pod, gpu_bytes, num_nodes)
-    elif pod := requests.pod_of("train"):
-        found += _train_demands(config, shape, pod, gpu_bytes, num_nodes)
-    has_model = bool(config["model"]["path"])
-    if (pod := requests.stages.get("sft")) and (config["sft"]["force"] or not has_model):
+    in_turn = requests.in_turn and config.engine.name not in APART
+    if pod := requests.pod_of("train"):
+        train = _demands_in_turn if in_turn else _train_demands
+        found += train(config, shape, pod, requests)
+    has_model = bool(config.model.path)
+    if (pod := requests.stages.get("sft")) and (config.sft.force or not has_model):
         parts = memory.cold_start_parts(config, shape, gpu_bytes, on_cpu=not pod.gpus)
         remedy = "lower `sft.traces_per_minibatch` or `sft.max_rows`"
         if has_model:
             remedy += ", or begin with the model as it is (`sft.force=false`)"
         device, room = "one GPU" if pod.gpus else HOST, _room(pod, 1, gpu_bytes)
-        found.append(Demand("sft", device, tuple(parts), room, remedy))
+        found.append(Demand("sft", device, parts, room, remedy))
     for stage in ("evaluate",) if in_turn else ("rollout", "evaluate"):
         if pod := requests.pod_of(stage):
             found += _engine_demands(config, shape, stage, pod, gpu_bytes)
@@ -361,37 +352,38 @@ def _room(pod: Pod, processes: int, gpu_bytes: int) -> int:
 def _engine_demands(
     config: Config, shape: ModelShape, stage: str, pod: Pod, gpu_bytes: int
 ) -> list[Demand]:
-    name = config["engine"].get("name", "")
-    is_apart = name in APART
-    attention, experts = ranks_apart(config) if is_apart else (1, 0)
-    if not attention:
+    engine = config.engine
+    if engine.peers:
         return []
+    attention, experts = engine.attention_ranks, engine.expert_ranks
+    is_apart = engine.name in APART
     remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
     more = f"lower `{stage}.max_rows` or `{stage}.max_response_tokens`, {remedy}"
     parts = memory.engine_parts(config, shape, stage, gpu_bytes, on_cpu=not pod.gpus)
     others, num_frame_bytes = [], 0
-    if experts:
-        parts.insert(-1, memory.frames_part(config, shape, stage, experts))
-        num_frame_bytes = parts[-2].num_bytes
-        others.append(memory.expert_rank_part(config, shape))
-        others.append(memory.frames_part(config, shape, stage, attention))
-    room = room_of_experts = _room(pod, 1 + is_apart * (attention + experts), gpu_bytes)
+    if is_apart:
+        frames = memory.frames_part(config, shape, stage, experts)
+        parts.insert(-1, frames)
+        num_frame_bytes = frames.num_bytes
+        arriving = memory.frames_part(config, shape, stage, attention)
+        others = [memory.expert_rank_part(config, shape), arriving]
+    room = room_of_experts = _room(pod, 1 + is_apart * engine.num_ranks, gpu_bytes)
     if not pod.gpus:
-        total = (*_times(parts, attention), *_times(others, experts))
+        total = [*_times(parts, attention), *_times(others, experts)]
         return [Demand(stage, HOST, total, room, more)]
-    if name.startswith("vllm"):
+    if engine.name.startswith("vllm"):
         # The share limits vLLM itself; memory of frames comes on top.
-        share = int(memory.memory_share(config) * gpu_bytes)
+        share = int(engine.memory_share * gpu_bytes)
         room = min(share + num_frame_bytes, max(share, room))
         more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
     device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
-    if not experts:
-        return [Demand(stage, device, tuple(parts), room, more)]
+    if not is_apart:
+        return [Demand(stage, device, parts, room, more)]
     remedy = f"raise `engine.expert_ranks`, {remedy}"
     of_experts = f"{_gpus(attention, experts)} of experts"
     return [
-        Demand(stage, f"{_gpus(0, attention)} of attention", tuple(parts), room, more),
-        Demand(stage, of_experts, tuple(others), room_of_experts, remedy),
+        Demand(stage, f"{_gpus(0, attention)} of attention", parts, room, more),
+        Demand(stage, of_experts, others, room_of_experts, remedy),
     ]
 
 
@@ -401,7 +393,7 @@ def _gpus(first: int, count: int) -> str:
 
 
 def _demands_in_turn(
-    config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int
+    config: Config, shape: ModelShape, pod: Pod, requests: PodRequests
 ) -> list[Demand]:
     """Return the demands of a device on which engine and trainer work in turn.
 
@@ -409,33 +401,31 @@ def _demands_in_turn(
     works, vLLM keeps nothing there, and the engine `transformers` keeps its weights. With
     `rollout.ahead`, engine and trainer have separate devices.
     """
-    train, *others = _train_demands(config, shape, pod, gpu_bytes, num_nodes)
-    ranks = config["train"]["num_processes"] or max(1, pod.gpus)
-
-    def in_turn(count: int) -> list[Demand]:
-        engines = _times(list(sampling.parts), count)
-        return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
-
-    if is_ahead(config):
-        (sampling,) = _engine_demands(config, shape, "rollout", pod, gpu_bytes)
-        if pod.gpus:
-            return [train, *others, sampling]
-        return in_turn(ranks - num_trainers(split_of(config), ranks))
-    share = engine_share(config, shape, ranks * num_nodes, gpu_bytes)
-    beside = {**config, "engine": {**config["engine"], "memory_share": share}}
-    # One vLLM serves rollout and evaluation; an evaluation does not limit its prompts.
-    is_both = config["evaluate"]["every"] and config["engine"].get("name") == "vllm"
-    section = "evaluate" if is_both else "rollout"
+    gpu_bytes, is_ahead = requests.gpu_bytes, config.rollout.ahead
+    train, *others = _train_demands(config, shape, pod, requests)
+    processes, section, count = Processes.of(config, pod, requests), "rollout", 0
+    beside = config
+    if not is_ahead:
+        count = processes.pod
+        share = engine_share(config, shape, processes.total, gpu_bytes)
+        beside = memory.with_share(config, share)
+        # One vLLM serves rollout and evaluation; an evaluation does not limit its prompts.
+        if config.evaluate.every and config.engine.name == "vllm":
+            section = "evaluate"
     (sampling,) = _engine_demands(beside, shape, section, pod, gpu_bytes)
     if not pod.gpus:
-        return in_turn(ranks)
-    apart = "or run iterations apart (`python -m pipelines.compile --resident 0`)"
-    if not config["engine"].get("name", "").startswith("vllm"):
-        held = _at_rest(config, shape, ranks * num_nodes)
+        count = count or processes.pod - num_trainers(config.train.split, processes.pod)
+        engines = _times(sampling.parts, count)
+        return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
+    if is_ahead:
+        return [train, *others, sampling]
+    if not config.engine.name.startswith("vllm"):
+        held = _at_rest(config, shape, processes.total)
         at_rest = MemoryPart("the trainer at rest", held, "its weights and moments")
         asleep = replace(sampling.parts[0], name="weights of the engine")
         sampling = replace(sampling, parts=(*sampling.parts, at_rest))
         train = replace(train, parts=(*train.parts, asleep))
+    apart = "or run iterations apart (`python -m pipelines.compile --resident 0`)"
     train = replace(train, remedy=f"{train.remedy}, {apart}")
     sampling = replace(
         sampling, stage="rollout", device=train.device, remedy=f"{sampling.remedy}, {apart}"
@@ -449,91 +439,87 @@ def engine_share(config: Config, shape: ModelShape, num_ranks: int, gpu_bytes: i
     It is `engine.memory_share`, or less if weights and moments of the trainer need the memory.
     """
     left = math.floor(100 * (USABLE - _at_rest(config, shape, num_ranks) / gpu_bytes)) / 100
-    return min(memory.memory_share(config), max(left, 0.01))
+    share: float = config.engine.memory_share
+    return min(share, max(left, 0.01))
 
 
 def _at_rest(config: Config, shape: ModelShape, num_ranks: int) -> int:
     """Return the bytes of the trainer's weights and moments on a device; 0 with offload."""
-    if config["train"].get("offload"):
+    if config.train.offload:
         return 0
-    weights, moments, _ = memory.state_parts(config, shape, _sharing(config, num_ranks))
+    weights, moments, _ = memory.state_parts(config, shape, _sharing(config.train, num_ranks))
     return weights.num_bytes + moments.num_bytes
 
 
-def _sharing(config: Config, num_ranks: int) -> Sharing:
-    train = config["train"]
-    if train["trainer"] != "megatron":
-        ranks = max(1, num_ranks // train.get("replicas", 1))
-        return Sharing(ranks, ranks, gathers=num_ranks > 1 or train.get("offload", False))
+def _sharing(train: Any, num_ranks: int) -> Sharing:
+    if train.trainer != "megatron":
+        ranks = max(1, num_ranks // train.replicas)
+        return Sharing(ranks, ranks, gathers=num_ranks > 1 or train.offload)
     # Each data-parallel rank of Megatron has a copy.
-    grid = grid_of(config)
-    return Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
+    stages = train.pipeline_parallel
+    return Sharing(train.tensor_parallel * stages, train.expert_parallel * stages, gathers=False)
 
 
-def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
+def _times(parts: Sequence[MemoryPart], ranks: int) -> Sequence[MemoryPart]:
     if ranks == 1:
         return parts
     return [MemoryPart(p.name, p.num_bytes * ranks, f"{p.how} x {ranks}") for p in parts]
 
 
 def _train_demands(
-    config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int
+    config: Config, shape: ModelShape, pod: Pod, requests: PodRequests
 ) -> list[Demand]:
-    """Return the demands of a training step: of each device of `num_nodes` pods, and of a host."""
-    train = config["train"]
-    ranks = train["num_processes"] or max(1, pod.gpus)
-    is_long = train["tokens_per_microbatch"] < memory.tokens_of_rank(config)
-    steps = [
-        *["set `train.activation_checkpointing=true`"] * (not train["activation_checkpointing"]),
-        *["lower `train.replicas`"] * (train.get("replicas", 1) > 1),
-        *["set `train.offload=true`"] * (train["trainer"] == "fsdp2" and not train.get("offload")),
-        "lower `train.tokens_per_microbatch` and `rollout.max_response_tokens`",
-        *["raise `train.context_parallel`"] * is_long,
-    ]
-    remedy = f"{', '.join(steps)}, or take a smaller model or a profile with more memory"
-    total = ranks * num_nodes
-    if is_ahead(config):
-        # `device_faults` refuses a split that does not divide the processes.
-        total = num_trainers(split_of(config), total) or total
-        ranks = min(ranks, total)
-    sharing = _sharing(config, total)
-    parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
-    axes = grid_of(config)
-    groups = max(1, total // (axes["tp"] * axes["pp"] * axes["cp"]))
-    state, batch = memory.state_parts(config, shape, sharing), memory.batch_part(config, groups)
+    """Return the demands of a training step: of each device of all pods, and of a host."""
+    train, is_ahead = config.train, config.rollout.ahead
+    processes = Processes.of(config, pod, requests)
+    remedies = {
+        "set `train.activation_checkpointing=true`": not train.activation_checkpointing,
+        "lower `train.replicas`": train.replicas > 1,
+        "set `train.offload=true`": train.trainer == "fsdp2" and not train.offload,
+        "lower `train.tokens_per_microbatch` and `rollout.max_response_tokens`": True,
+        "raise `train.context_parallel`": train.tokens_per_microbatch
+        < memory.tokens_of_rank(config),
+        "or take a smaller model or a profile with more memory": True,
+    }
+    remedy = ", ".join(words for words, helps in remedies.items() if helps)
+    # `device_faults` refuses a split that does not divide the processes.
+    total = processes.trainers or processes.total
+    ranks = min(processes.pod, total)
+    sharing = _sharing(train, total)
+    model_ranks = train.tensor_parallel * train.pipeline_parallel * train.context_parallel
+    batch = memory.batch_part(config, max(1, total // model_ranks))
+    state = memory.state_parts(config, shape, sharing)
+    parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, requests.gpu_bytes)
+    host = state if train.offload else []
     if not pod.gpus:
-        parts = [*state, *parts] if train.get("offload") else parts
-        parts = [*parts, batch]
-        return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
-    device = f"each of {total if is_ahead(config) else num_nodes * pod.gpus} GPUs"
-    found = [Demand("train", device, tuple(parts), room, remedy)]
-    host: list[MemoryPart] = []
-    if train.get("offload"):
-        host = state
-    elif train["trainer"] == "megatron":
+        parts = [*host, *parts, batch]
+        return [Demand("train", HOST, _times(parts, ranks), room, remedy)]
+    num_gpus = total if is_ahead else processes.total // processes.pod * pod.gpus
+    found = [Demand("train", f"each of {num_gpus} GPUs", parts, room, remedy)]
+    if train.trainer == "megatron":
         host = [replace(state[0], name="weights on their way to the GPUs")]
     whole = (
         "lower `rollout.prompts_per_iteration`, or take a smaller model or a profile with more "
         "memory"
     )
     room = pod.memory_bytes - ranks * PROGRAM_BYTES
-    held = _times([*host, batch], ranks)
-    return [*found, Demand("train", HOST, tuple(held), room, whole)]
+    return [*found, Demand("train", HOST, _times([*host, batch], ranks), room, whole)]
 
 
-def memory_faults(
-    config: Config, shape: ModelShape, found: Iterable[Demand]
-) -> tuple[list[str], list[str]]:
-    """Return faults and warnings: faults of the trainer, and demands that do not fit.
+def judge(
+    config: Config, shape: ModelShape, requests: PodRequests
+) -> tuple[list[Demand], list[str], list[str]]:
+    """Return all demands, faults and warnings: faults of the trainer, and what does not fit.
 
     Demands on GPUs are estimates, within a few per cent of measured peaks, so they only warn.
     Demands on the host are faults: the kernel kills a process over its pod's limit without a
     message.
     """
+    found = demands(config, shape, requests)
     tight = [each for each in found if each.fault]
     faults = [each.fault for each in tight if each.device == HOST]
     warnings = [f"{each.fault} (an estimate)" for each in tight if each.device != HOST]
-    return [*trainer_faults(config, shape), *faults], warnings
+    return found, [*trainer_faults(config, shape), *faults], warnings
 
 
 def memory_rows(
@@ -546,18 +532,18 @@ def memory_rows(
     Raises:
         ConfigError: a stage does not fit, or the trainer cannot shard the model.
     """
-    if config["model"]["path"] and not model_config:
+    path = config.model.path
+    if path and not model_config:
         return [], []
     try:
-        shape = shape_of(model_config) if config["model"]["path"] else find_shape(config)
+        shape = shape_of(model_config) if path else find_shape(config)
     except ConfigError as error:
-        if config["train"]["trainer"] == "megatron":
+        if config.train.trainer == "megatron":
             raise ConfigError(
                 f"`train.trainer` must be 'fsdp2' for such a model, got 'megatron': {error}"
             ) from None
         return [("memory", f"not counted: {error}")], []
-    found = demands(config, shape, requests)
-    faults, warnings = memory_faults(config, shape, found)
+    found, faults, warnings = judge(config, shape, requests)
     if faults:
         raise ConfigError("; ".join(faults))
     rows = [

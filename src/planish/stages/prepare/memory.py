@@ -1,8 +1,8 @@
 """Memory of one device for training and rollout, in bytes, from settings and model sizes.
 
 The counts assume the largest micro-batch that the settings allow. They leave out the memory of
-kernels, NCCL and the allocator, for which each GPU has a reserve. All functions take the resolved
-configuration and the sizes of the policy, and assume that a critic has the same sizes.
+kernels, NCCL and the allocator, for which each GPU has a reserve. All functions take the sections
+of a configuration and the sizes of the policy, and assume that a critic has the same sizes.
 
 Source: ZeRO, arXiv 1910.02054, section 3.1 (16 bytes of state a parameter in mixed precision, here
 with float32 gradients); Korthikanti et al., arXiv 2205.05198, section 4 (activations of a layer by
@@ -13,16 +13,14 @@ attention that keeps no scores (FlashAttention-2, arXiv 2307.08691).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
 
-from planish.base.config import parse_section
 from planish.engines import APART
-from planish.engines.config import EngineConfig
 from planish.models.shapes import ModelShape
 
-Config = Mapping[str, Mapping[str, Any]]
+Config = SimpleNamespace
+"""The sections of a configuration by name, of `planish.base.config.parse_settings`."""
 
 LOGIT_CHUNK = 1024
 """Tokens whose logits exist at once: `planish.models.logprobs.TOKENS_PER_CHUNK`."""
@@ -152,7 +150,7 @@ def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
     trained, largest = policy + critic, max(policy, critic)
     of = f"{trained:,} parameters of policy{' and critic' if critic else ''}"
     weights = sharing.of(4 * trained, 4 * models * experts)
-    if rank := config["model"].get("lora_rank", 0):
+    if rank := config.model.lora_rank:
         # The upper bound: adapters on every matrix of every layer.
         largest = rank * shape.layers * shape.adapter_rows
         trained, experts = largest * models, 0
@@ -168,38 +166,38 @@ def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
 
 def tokens_of_rank(config: Config) -> int:
     """Return the tokens per rank of the largest micro-batch."""
-    train, rollout = config["train"], config["rollout"]
-    longest: int = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
-    own = -(-longest // int(train.get("context_parallel", 1)))
-    return max(int(train["tokens_per_microbatch"]), own)
+    train, rollout = config.train, config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    own: int = -(-longest // train.context_parallel)
+    return max(own, int(train.tokens_per_microbatch))
 
 
 def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
     """Return the memory of one training process on its device at the peak of a step."""
-    train, rollout = config["train"], config["rollout"]
+    train, rollout = config.train, config.rollout
     precision = Precision.of(
-        train["compute_dtype"],
+        train.compute_dtype,
         gathers=sharing.gathers,
-        head_dtype=config["model"].get("head_dtype", "float32"),
+        head_dtype=config.model.head_dtype,
     )
     held = state_parts(config, shape, sharing)
-    if train.get("offload"):
+    if train.offload:
         # Gradients of a replica stay on the device until the all-reduce between replicas.
         sums = replace(held[2], name="gradients until groups add them up")
-        held = [sums] if train.get("replicas", 1) > 1 else []
+        held = [sums] if train.replicas > 1 else []
     tokens = tokens_of_rank(config)
     # With sequence parallelism each rank keeps its part of a layer (Korthikanti et al., eq. 4).
-    parts_of_tokens = train.get("tensor_parallel", 1) if train.get("sequence_parallel") else 1
-    each = layer = kept_by_layer(shape, precision, train.get("context_parallel", 1))
-    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+    parts_of_tokens = train.tensor_parallel if train.sequence_parallel else 1
+    each = layer = kept_by_layer(shape, precision, train.context_parallel)
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     each = layer = layer // parts_of_tokens + scores_of_layer(shape, longest)
     why, again = "no checkpointing", 0
-    if train["activation_checkpointing"]:
+    if train.activation_checkpointing:
         each = precision.stream * shape.hidden_size // parts_of_tokens
         why, again = "their inputs", tokens * layer
     how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, {why}"
     busiest = [
-        logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK), rollout["temperature"]),
+        logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK), rollout.temperature),
         layer_moment(shape, precision, sharing, again, tokens),
     ]
     return [
@@ -215,10 +213,10 @@ def batch_part(config: Config, groups: int) -> MemoryPart:
     The process reads all rollouts, and builds the rows of its data-parallel group, one of `groups`,
     padded to the longest row.
     """
-    rollout, has_critic = config["rollout"], "lambda_critic" in config["algorithm"]
-    rows = rollout["prompts_per_iteration"] * rollout["group_size"]
-    columns = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
-    each = BATCH_BYTES[has_critic] + 4 * bool(config["algorithm"].get("kl_coefficient"))
+    rollout, has_critic = config.rollout, hasattr(config.algorithm, "lambda_critic")
+    rows = rollout.prompts_per_iteration * rollout.group_size
+    columns = rollout.max_prompt_tokens + rollout.max_response_tokens
+    each = BATCH_BYTES[has_critic] + 4 * bool(config.algorithm.kl_coefficient)
     own = -(-rows // groups)
     how = f"up to {columns:,} tokens x ({own:,} x {each} B + {rows:,} rollouts x {RECORD_BYTES} B)"
     return MemoryPart("rollout batch", columns * (own * each + rows * RECORD_BYTES), how)
@@ -226,7 +224,7 @@ def batch_part(config: Config, groups: int) -> MemoryPart:
 
 def critic_parameters(config: Config, shape: ModelShape) -> int:
     """Return the number of parameters of the critic; 0 for algorithms without `lambda_critic`."""
-    return shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
+    return shape.body_parameters if hasattr(config.algorithm, "lambda_critic") else 0
 
 
 def cold_start_parts(
@@ -237,23 +235,21 @@ def cold_start_parts(
     One process trains in float32 without checkpointing of activations. The arguments are those of
     `engine_parts`.
     """
-    sft, rank = config["sft"], config["model"].get("lora_rank", 0)
+    sft, rank = config.sft, config.model.lora_rank
     # A model built from scratch trains all of its weights, without adapters.
-    has_adapters = rank and config["model"]["path"]
+    has_adapters = rank and config.model.path
     trained = rank * shape.layers * shape.adapter_rows if has_adapters else shape.parameters
-    longest = config["rollout"]["max_prompt_tokens"] + sft["max_response_tokens"]
-    tokens = sft["traces_per_minibatch"] * longest
+    longest = config.rollout.max_prompt_tokens + sft.max_response_tokens
+    tokens = sft.traces_per_minibatch * longest
     alone, precision = Sharing(1, 1, gathers=False), Precision(4, 4, 0)
     layer = kept_by_layer(shape, precision) + scores_of_layer(shape, longest)
-    how = f"{sft['traces_per_minibatch']} traces x {longest:,} tokens x {shape.layers} layers x "
+    how = f"{sft.traces_per_minibatch} traces x {longest:,} tokens x {shape.layers} layers x "
     busiest = [
         logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK)),
         layer_moment(shape, precision, alone, 0, tokens),
     ]
-    engine = dict(config["engine"])
-    if engine.get("name") == "vllm":
-        engine["memory_share"] = sft["probe_memory_share"]
-    probe = engine_parts({**config, "engine": engine}, shape, "sft", room_bytes, on_cpu=on_cpu)
+    probed = with_share(config, sft.probe_memory_share) if config.engine.name == "vllm" else config
+    probe = engine_parts(probed, shape, "sft", room_bytes, on_cpu=on_cpu)
     names = ", ".join(part.name for part in probe)
     return [
         MemoryPart("weights, float32", 4 * shape.parameters, f"4 B x {shape.parameters:,}"),
@@ -266,6 +262,12 @@ def cold_start_parts(
         max(busiest, key=lambda part: part.num_bytes),
         MemoryPart("engine that measures", sum(part.num_bytes for part in probe), names),
     ]
+
+
+def with_share(config: Config, share: float) -> Config:
+    """Return a configuration with another `engine.memory_share`."""
+    engine = config.engine.model_copy(update={"memory_share": share})
+    return SimpleNamespace(**{**vars(config), "engine": engine})
 
 
 def _gathered_outer(shape: ModelShape, precision: Precision) -> int:
@@ -323,11 +325,6 @@ def layer_moment(
     return MemoryPart("busiest moment: a layer", again + flow + copies, how)
 
 
-def settings_of_engine(config: Config) -> EngineConfig:
-    """Return the settings of `[engine]`, with defaults for those not in the configuration."""
-    return parse_section(EngineConfig, config["engine"], section="engine")
-
-
 def engine_parts(
     config: Config, shape: ModelShape, section: str, room_bytes: int, *, on_cpu: bool
 ) -> list[MemoryPart]:
@@ -337,18 +334,18 @@ def engine_parts(
     which has all data of its rows; `expert_rank_part` is for the others. `room_bytes` is the
     memory of the device, or of the host with `on_cpu`.
     """
-    engine, settings = config.get("engine", {}), config[section]
-    name, ranks = engine.get("name", "transformers"), engine.get("tensor_parallel", 1)
+    engine, settings = config.engine, getattr(config, section)
+    name, ranks = engine.name, engine.tensor_parallel
     wide = bytes_per_weight(config)
-    in_type = 1 if engine.get("quantization") == "fp8" else wide
+    in_type = 1 if engine.quantization == "fp8" else wide
     shared = f" / {ranks} ranks" if ranks > 1 else ""
-    rows, cached = settings["max_rows"], shape.kv_bytes_per_token(wide) // ranks
+    rows, cached = settings.max_rows, shape.kv_bytes_per_token(wide) // ranks
     held = shape.parameters
     if name in APART:
         held -= shape.expert_parameters
         shared = f" outside of experts{read_at_start(config, in_type * held)}"
-        rows = -(-rows // settings_of_engine(config).attention_ranks)
-    longest = config["rollout"]["max_prompt_tokens"] + settings["max_response_tokens"]
+        rows = -(-rows // config.engine.attention_ranks)
+    longest = config.rollout.max_prompt_tokens + settings.max_response_tokens
     limit = min(longest, shape.max_model_tokens)
     how = f"{in_type} B x {held:,} parameters{shared}"
     weights = MemoryPart("weights", in_type * held // ranks, how)
@@ -357,7 +354,7 @@ def engine_parts(
         drawn = DRAWN_LOGIT_BYTES * rows * shape.vocab_size
         wide_rows = -(-limit // CACHE_STEP) * CACHE_STEP
         how = f"{rows} rows x {wide_rows:,} tokens x {cached:,} B"
-        prompt = config["rollout"]["max_prompt_tokens"]
+        prompt = config.rollout.max_prompt_tokens
         scores = rows * prompt * scores_of_layer(shape, prompt)
         how_scored = f"{rows} rows x {prompt:,} x {prompt:,} pairs of tokens"
         return [
@@ -366,7 +363,7 @@ def engine_parts(
             MemoryPart("logits of a step", drawn, f"{logits} {DRAWN_LOGIT_BYTES} B"),
             MemoryPart("keys and values", rows * wide_rows * cached, how),
         ]
-    at_once = engine.get("batch_tokens", 0) or BATCH_TOKENS * (1 + (room_bytes >= 70 << 30))
+    at_once = engine.batch_tokens or BATCH_TOKENS * (1 + (room_bytes >= 70 << 30))
     forward = 8 * shape.hidden_size + 6 * shape.intermediate_size * shape.experts_per_token
     step = MemoryPart(
         "forward pass and sampler",
@@ -375,8 +372,8 @@ def engine_parts(
     )
     # An evaluation does not limit its prompts: vLLM must have room for the longest context.
     least = cached * (limit if section == "rollout" else shape.max_model_tokens)
-    left = int(memory_share(config) * room_bytes) - weights.num_bytes - step.num_bytes
-    cache = engine.get("cache_bytes", 0) or (1 << 30 if on_cpu else max(left, least))
+    left = int(config.engine.memory_share * room_bytes) - weights.num_bytes - step.num_bytes
+    cache = engine.cache_bytes or (1 << 30 if on_cpu else max(left, least))
     how = (
         f"{cache // cached:,} tokens x {cached:,} B, room for {cache / cached / limit:.1f} of the "
         f"longest responses at once (`{section}.max_rows` = {rows})"
@@ -384,19 +381,14 @@ def engine_parts(
     return [weights, step, MemoryPart("keys and values", max(cache, least), how)]
 
 
-def memory_share(config: Config) -> float:
-    """Return the part of a GPU's memory that vLLM takes, 0 to 1."""
-    return float(config["engine"].get("memory_share", 0.85))
-
-
 def bytes_per_weight(config: Config) -> int:
     """Return the bytes per weight of the policy in an engine."""
-    return 2 if config["model"]["dtype"] == "bfloat16" else 4
+    return 2 if config.model.dtype == "bfloat16" else 4
 
 
 def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
     """Return the weights on an expert rank of an engine with separate attention and experts."""
-    wide, engine = bytes_per_weight(config), settings_of_engine(config)
+    wide, engine = bytes_per_weight(config), config.engine
     each = shape.expert_parameters // max(1, shape.num_experts)
     count = shape.num_experts // engine.expert_ranks + engine.redundant_experts
     how = f"{count} experts of {shape.layers} layers x {wide} B x {each // shape.layers:,}"
@@ -406,7 +398,7 @@ def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
 
 def read_at_start(config: Config, num_bytes: int) -> str:
     """Return, in words, the read rate a rank needs to load its weights before the time-out."""
-    seconds = settings_of_engine(config).start_seconds
+    seconds = config.engine.start_seconds
     rate = num_bytes / seconds / 1e9
     return f", read at {rate:.2g} GB/s or more (`engine.rank_timeout_seconds` allows {seconds:g} s)"
 
@@ -417,9 +409,9 @@ def frames_part(config: Config, shape: ModelShape, section: str, peers: int) -> 
     For each of `peers` and each micro-batch, the rank has one buffer for the largest sent frame and
     one for the largest received frame. A token sends at most one row per expert on the peer.
     """
-    wide, engine = bytes_per_weight(config), settings_of_engine(config)
+    wide, engine = bytes_per_weight(config), config.engine
     slots = engine.micro_batches if engine.name == "disagg" else 1
-    rows = -(-config[section]["max_rows"] // (engine.attention_ranks * slots))
+    rows = -(-getattr(config, section).max_rows // (engine.attention_ranks * slots))
     tokens = max(rows, engine.frame_tokens)
     local = shape.num_experts // engine.expert_ranks + engine.redundant_experts
     each = tokens * min(shape.experts_per_token, local) * shape.hidden_size * wide

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,19 +17,6 @@ _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\[\s'"\\]""", re.DOTALL)
 _TOML_VALUE = re.compile(r"""(?:--)?[\w-]+(?:\.[\w-]+)+=(?P<opening>[\[{"'])""")
 
 _PIN = re.compile(r"^(?P<place>.+)#sha256=(?P<digest>[0-9a-f]{64})$")
-
-
-def toml_value(value: Any) -> str:
-    """Return the value of a setting as TOML, tables inline.
-
-    Example:
-        >>> toml_value([{"name": "mine", "weight": 0.5}]), toml_value(None)
-        ('[{"name" = "mine", "weight" = 0.5}]', '"none"')
-    """
-    shown = "none" if value is None else value
-    text = json.dumps(shown, ensure_ascii=False, separators=(", ", " = "), default=str)
-    # JSON allows this control character in a string, TOML does not.
-    return text.replace("\x7f", "\\u007f")
 
 
 def read_config_file(place: str) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planish import store
-from planish.base.config import parse_section
+from planish.base.config import parse_section, parse_settings
 from planish.base.errors import ConfigError
 from planish.checkpoint.train_state import read_state_info
 from planish.models.adapters import check_same, configured
@@ -214,13 +214,14 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_free(root, me, alive=liveness(api))
     check_not_stopped(root)
     config = wish.configuration()
+    settings = parse_settings(config)
     findings, pods = Findings(), PodRequests.parse(wish.requests)
     requests = devices.this_machine(in_turn=pods.in_turn)
     if api is not None:
         requests = pods.of_training(config["train"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
-    faults = [*check_run(config, wish.num_shards), *findings.faults]
-    if faults := [*faults, *devices.device_faults(config, requests)]:
+    faults = [*check_run(settings, wish.num_shards), *findings.faults]
+    if faults := [*faults, *devices.device_faults(settings, requests)]:
         raise ConfigError("; ".join(faults))
     away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes, api=api)
     probe_store(root)
@@ -240,7 +241,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         check_adapters(config, start.state)
     policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
     found = inspect_sources(config, policy=policy, changed=changed)
-    memory, tight = devices.memory_rows(config, found.model_config, requests)
+    memory, tight = devices.memory_rows(settings, found.model_config, requests)
     write_run_file(root, run_file)
     record_link(root, link)
     plan = RunPlan(
@@ -254,7 +255,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         opened=[*found.rows, *memory],
         warnings=[
             *(*findings.warnings, *found.warnings),
-            *(*devices.device_warnings(config, requests), *tight),
+            *(*devices.device_warnings(settings, requests), *tight),
         ],
         away_from=away_from,
         retries=findings.retries,

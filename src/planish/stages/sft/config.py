@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from planish.base.config import Section
+from planish.base.config import Fraction, Section
 from planish.base.parallel import DeviceName
 
 
@@ -13,40 +13,40 @@ class SftConfig(Section):
 
     force: bool = False
     """Train on the traces although `model.path` gives a trained model."""
-    learning_rate: float = Field(default=5e-3, gt=0.0)
+    learning_rate: PositiveFloat = 5e-3
     """Rate of AdamW, constant after the warm-up."""
-    warmup_steps: int = Field(default=50, ge=0)
+    warmup_steps: NonNegativeInt = 50
     """Linear warm-up, optimizer steps."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay on every parameter."""
-    grad_clip: float | None = Field(default=1.0, gt=0.0)
+    grad_clip: float | None = Field(1.0, gt=0.0)
     """Largest global gradient norm of an optimizer step; None is no limit."""
-    traces_per_minibatch: int = Field(default=32, ge=1)
+    traces_per_minibatch: PositiveInt = 32
     """Traces of one optimizer step, of similar length."""
-    max_traces: int = Field(default=0, ge=0)
+    max_traces: NonNegativeInt = 0
     """Learn from only so many traces, the first by prompt id; 0 takes all."""
-    max_steps: int = Field(default=4000, ge=1)
+    max_steps: PositiveInt = 4000
     """End after so many optimizer steps whatever the accuracy: a cap in steps, not in seconds,
     so that a run again gives equal bits."""
-    target_accuracy: float = Field(default=0.22, ge=0.0, le=1.0)
+    target_accuracy: Fraction = 0.22
     """End when avg@n on the probe prompts reaches this; 1 trains to the cap."""
-    measure_every: int = Field(default=100, ge=1)
+    measure_every: PositiveInt = 100
     """Optimizer steps between measurements."""
-    measure_after: int = Field(default=0, ge=0)
+    measure_after: NonNegativeInt = 0
     """No measurement before this step."""
-    probe_prompts: int = Field(default=128, ge=1)
+    probe_prompts: PositiveInt = 128
     """Training prompts to measure on, the first by id; their traces are not learnt."""
-    probe_samples: int = Field(default=4, ge=1, le=999)
+    probe_samples: int = Field(4, ge=1, le=999)
     """Responses to each probe prompt, n."""
-    max_response_tokens: int = Field(default=48, ge=1)
+    max_response_tokens: PositiveInt = 48
     """Longest response while measuring, in tokens."""
-    probe_memory_share: float = Field(default=0.3, gt=0.0, lt=1.0)
+    probe_memory_share: float = Field(0.3, gt=0.0, lt=1.0)
     """Share of the accelerator's memory that the engine `vllm` takes while measuring, in place of
     `engine.memory_share`: the model that is trained, its gradients and AdamW's moments need the
     rest."""
-    max_rows: int = Field(default=256, ge=1)
+    max_rows: PositiveInt = 256
     """Responses that the engine generates at once."""
     device: DeviceName = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: PositiveInt = 1
     """torch threads on CPU; more than one hurts where cores are shared."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish.base.config import toml_value
 from planish.base.errors import EXIT_CONFIG, ConfigError, PlanishError
-from planish.stages.prepare.settings import flatten, toml_value
+from planish.stages.prepare.settings import flatten
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,6 @@ def test_peers_name_every_rank_once_and_leave_other_digests_alone():
     for peers in (PEERS[:2], [*PEERS, "e1:9610"], [*PEERS[:2], "a0:9610"]):
         with pytest.raises(ValidationError, match="must name each of the 3 ranks once, got "):
             config(peers=peers)
-    with pytest.raises(ValidationError, match="`peers` must be left out with the engine 'vllm'"):
-        EngineConfig(name="vllm", peers=PEERS)
 
 
 IMAGE = "registry.example/planish/rollout@sha256:" + "0" * 64

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planish.algorithms.base import LossOutput
-from planish.base.config import load_preset, merge, parse_section, resolve_config
+from planish.base.config import load_preset, merge, parse_settings, resolve_config
 from planish.base.errors import ConfigError
 from planish.base.parallel import SINGLE, Grid
 from planish.engines.transformers.kv_cache import ROW_STEP
@@ -30,10 +30,8 @@ from planish.stages.prepare.memory import (
     scores_of_layer,
     train_parts,
 )
-from planish.stages.sft.config import SftConfig
 from planish.stages.sft.traces import EncodedTraces
 from planish.stages.sft.training import train_steps
-from planish.stages.train.config import TrainConfig
 from planish.stages.train.fsdp2 import Fsdp2Sharding
 from planish.stages.train.sharded_model import ShardedModel
 from tests import thin
@@ -184,10 +182,10 @@ def test_attention_under_a_cap_keeps_the_scores_of_all_pairs_of_tokens(dtype):
 
 
 def test_scores_are_planned_in_training_cold_start_and_prompts_of_gemma_2():
-    config = resolve_config(load_preset("dapo-tiny"))
+    config = parse_settings(resolve_config(load_preset("dapo-tiny")))
     capped = shape_of(transformers.Gemma2Config().to_dict())
     plain = replace(capped, keeps_scores=False)
-    columns = config["rollout"]["max_prompt_tokens"] + config["rollout"]["max_response_tokens"]
+    columns = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
 
     def total(make, *arguments, **options):
         sizes = [
@@ -197,10 +195,10 @@ def test_scores_are_planned_in_training_cold_start_and_prompts_of_gemma_2():
         return sizes[0] - sizes[1]
 
     more = total(train_parts, Sharing(1, 1, gathers=False))
-    tokens = config["train"]["tokens_per_microbatch"]
+    tokens = config.train.tokens_per_microbatch
     assert more == tokens * capped.layers * 8 * capped.num_heads * columns
     assert total(cold_start_parts, 1 << 34, on_cpu=True) > more
-    prompt, rows = config["rollout"]["max_prompt_tokens"], config["rollout"]["max_rows"]
+    prompt, rows = config.rollout.max_prompt_tokens, config.rollout.max_rows
     found = total(engine_parts, "rollout", 1 << 34, on_cpu=True)
     assert found == rows * prompt**2 * 8 * capped.num_heads
 
@@ -257,18 +255,14 @@ def test_rows_of_the_cache_are_as_wide_as_the_engine_makes_them():
 )
 def test_a_step_takes_the_memory_that_is_planned(vocabulary, busiest, checkpointing, dtype):
     """The trainer's own step: its second micro-batch is as large as the first, with gradients."""
-    config = resolve_config(
-        merge(
-            load_preset("dapo-tiny"),
-            overrides=[
-                f"train.compute_dtype={dtype}",
-                f"train.activation_checkpointing={str(checkpointing).lower()}",
-                "train.tokens_per_microbatch=2048",
-                # Packed attention keeps padded copies on the CPU, and none on accelerators.
-                "train.packing=false",
-            ],
-        )
-    )
+    overrides = [
+        f"train.compute_dtype={dtype}",
+        f"train.activation_checkpointing={str(checkpointing).lower()}",
+        "train.tokens_per_microbatch=2048",
+        # Packed attention keeps padded copies on the CPU, and none on accelerators.
+        "train.packing=false",
+    ]
+    config = parse_settings(resolve_config(merge(load_preset("dapo-tiny"), overrides=overrides)))
     torch.manual_seed(0)
     hf = model_config("Qwen2", vocab_size=vocabulary, num_hidden_layers=4, tie_word_embeddings=True)
     model = transformers.Qwen2ForCausalLM(hf).eval()
@@ -277,7 +271,7 @@ def test_a_step_takes_the_memory_that_is_planned(vocabulary, busiest, checkpoint
     trainer = ShardedModel(
         model,
         shard=Fsdp2Sharding,
-        config=parse_section(TrainConfig, config["train"], section="train"),
+        config=config.train,
         grid=Grid(SINGLE),
         device=torch.device("cpu"),
     )
@@ -311,7 +305,7 @@ def test_a_cold_start_takes_the_memory_that_is_planned(vocabulary, busiest):
     """Two of its own steps: the second finds the moments that the first has made."""
     overrides = ["sft.traces_per_minibatch=8", "sft.max_response_tokens=128"]
     overrides.append("rollout.max_prompt_tokens=128")
-    config = resolve_config(merge(load_preset("dapo-tiny"), overrides=overrides))
+    config = parse_settings(resolve_config(merge(load_preset("dapo-tiny"), overrides=overrides)))
     torch.manual_seed(0)
     hf = model_config("Qwen2", vocab_size=vocabulary, num_hidden_layers=4, tie_word_embeddings=True)
     model = transformers.Qwen2ForCausalLM(hf).eval()
@@ -319,10 +313,9 @@ def test_a_cold_start_takes_the_memory_that_is_planned(vocabulary, busiest):
     model.model.layers[0].self_attn.sliding_window = 1 << 20
     ids = [np.arange(256, dtype=np.int64) % vocabulary] * 8
     traces = EncodedTraces(ids, np.ones(8, dtype=np.int64))
-    settings = parse_section(SftConfig, config["sft"], section="sft")
     with Live(*model.parameters()) as live:
         steps = train_steps(
-            Policy(model, None, 0), traces, settings, seed=0, learning_rate=1e-6, warmup_steps=0
+            Policy(model, None, 0), traces, config.sft, seed=0, learning_rate=1e-6, warmup_steps=0
         )
         next(steps)
         next(steps)

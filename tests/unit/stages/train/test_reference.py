@@ -177,11 +177,9 @@ def test_a_reference_of_another_tokenizer_is_refused(tiny, batch):
         trainer_of(tiny).reference_logprobs(batch, pin)
 
 
-def test_a_pinned_reference_must_be_a_pin_and_needs_a_penalty():
+def test_a_pinned_reference_must_be_a_pin():
     with pytest.raises(ConfigError, match=r"`<uri>#sha256=<64 hex digits>`, got 'file:///p'"):
         parse_section(TrainConfig, {"reference_policy": "file:///p"}, section="train")
     pin = f"file:///p#sha256={'0' * 64}"
-    with pytest.raises(ConfigError, match=r"`algorithm.kl_coefficient` must be above 0 with"):
-        resolve_config({"train": {"reference_policy": pin}})
     both = {"train": {"reference_policy": pin}, "algorithm": {"kl_coefficient": 0.04}}
     assert resolve_config(both)["train"]["reference_policy"] == pin
