@@ -23,7 +23,7 @@ LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
 
 CEILINGS = {
     "algorithms": 5_450,
-    "base": 6_320,
+    "base": 7_450,
     "checkpoint": 70_150,
     "engines": 48_300,
     "minder": 48_290,
@@ -34,7 +34,7 @@ CEILINGS = {
     "stages": 81_050,
     "store": 10_750,
     "submit": 11_050,
-    "verifiers": 12_800,
+    "verifiers": 12_150,
     "components": 2_400,
     "pipelines": 6_200,
 }
