@@ -18,6 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from planish import __version__
+from planish.base.child import Channel, Child
 from planish.base.errors import ConfigError, EngineBusy, EngineError, ProtocolError
 
 TOKEN_ENV = "PLANISH_RANKS_TOKEN"
@@ -116,7 +117,7 @@ def answer_coordinator(caller: socket.socket, token: str, *, is_busy: bool) -> N
     keep_alive(caller)
 
 
-def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connection:
+def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> socket.socket:
     """Return a connection to a rank on another machine; calls until it listens and is free.
 
     Raises:
@@ -153,36 +154,19 @@ def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connect
             "that of `planish rollout rank`"
         ) from None
     keep_alive(end)
-    return Connection(end.detach())
+    return end
 
 
-class RemoteRank:
-    """A remote `Process`: its host ends it when its connection ends."""
+def elsewhere(peers: Sequence[str], timeout_s: float) -> Callable[[int], Child]:
+    """Return a launcher for ranks on other machines, which connects in the order of the ranks.
 
-    pid = 0
-
-    def poll(self) -> int | None:
-        """Return None."""
-        return None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return at once."""
-        return 0
-
-    def kill(self) -> None:
-        """Do nothing: the host ends the rank."""
-
-
-def elsewhere(
-    peers: Sequence[str], timeout_s: float
-) -> Callable[[int], tuple[RemoteRank, Connection]]:
-    """Return an opener for ranks on other machines, which connects in the order of the ranks.
+    Their hosts end them when the connection ends.
 
     Peers are `host:port`, attention ranks first; each has `timeout_s` to listen and to be free. Two
     simultaneous coordinators never get half of the ranks each: the one that gets rank 0 gets all.
     """
     token, addresses = ranks_token(), [address_of(peer) for peer in peers]
-    return lambda rank: (RemoteRank(), call_rank(addresses[rank], token, timeout_s))
+    return lambda rank: Child(Channel(call_rank(addresses[rank], token, timeout_s)))
 
 
 def address_of(peer: str) -> tuple[str, int]:
