@@ -6,8 +6,7 @@ and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uniproc_
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +18,12 @@ from planish.base.parallel import Ranks, neighbours
 
 
 class Team:
-    """`size` neighbouring ranks, with JSON messages from the first of them to the others."""
+    """`size` neighbouring ranks, with messages from the first of them to the others."""
 
     def __init__(self, ranks: Ranks, size: int, timeout_seconds: float) -> None:
         """Make the groups of all teams; every rank does so. `size` divides the number of ranks."""
         self._group = neighbours(size, timeout_seconds)
-        self._first = ranks.rank // size * size
+        self._size, self._first = size, ranks.rank // size * size
         self.leads = ranks.rank == self._first
 
     @contextmanager
@@ -40,25 +39,21 @@ class Team:
 
     def tell(self, call: str, words: Any = None) -> None:
         """Send a message to the other ranks, where `hear` returns it."""
-        data = torch.frombuffer(bytearray(json.dumps([call, words]).encode()), dtype=torch.uint8)
-        with self.together():
-            dist.broadcast(torch.tensor([len(data)]), self._first, self._group)
-            dist.broadcast(data, self._first, self._group)
+        self._pass([call, words])
 
     def hear(self) -> tuple[str, Any]:
         """Return the next message of the first rank."""
-        length = torch.zeros(1, dtype=torch.int64)
-        with self.together():
-            dist.broadcast(length, self._first, self._group)
-            data = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(data, self._first, self._group)
-        call, words = json.loads(data.numpy().tobytes())
+        call, words = self._pass([None, None])
         return call, words
 
-    def union(self, found: Collection[str], among: Iterable[str]) -> set[str]:
-        """Return the names, in one order, that any rank of the team has found."""
-        names = list(among)
-        marks = torch.tensor([name in found for name in names], dtype=torch.uint8)
+    def _pass(self, message: list[Any]) -> list[Any]:
         with self.together():
-            dist.all_reduce(marks, dist.ReduceOp.MAX, self._group)
-        return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
+            dist.broadcast_object_list(message, self._first, self._group, torch.device("cpu"))
+        return message
+
+    def union(self, found: Collection[str]) -> set[str]:
+        """Return the names that any rank of the team has found."""
+        every: list[Any] = [None] * self._size
+        with self.together():
+            dist.all_gather_object(every, sorted(found), self._group)
+        return set().union(*every)
