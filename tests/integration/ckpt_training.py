@@ -75,7 +75,7 @@ def holdings(engine=None):
     """Return open files, threads, shared memory in bytes and resident memory in MB."""
     found = {"uploader files": 0, "uploader threads": 0, "uploader memory": 0, "keys": 0}
     if engine is not None:
-        found["keys"] = len(engine.control._line.store.list_keys())
+        found["keys"] = len(engine.control._line.words.store.list_keys())
     if engine is not None and engine.uploader.pid:
         other = psutil.Process(engine.uploader.pid)
         found["uploader files"], found["uploader threads"] = other.num_fds(), other.num_threads()

@@ -2,16 +2,17 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from planish.base import child
 from planish.base.errors import ConfigError, EngineError
 from planish.engines.disagg import attention_model, exchange, expert_rank, processes
 from planish.models.policy import save_policy
@@ -29,10 +30,13 @@ SECONDS = 60.0
 REQUESTS = [request(i, 60) for i in range(6)]
 
 
-def forked(end: Connection, number: int) -> programs.Program:
+def forked(number: int) -> child.Child:
     """Start a rank as `launch` does, but as a fork of a process that has imported torch."""
+    here, there = socket.socketpair()
     module = "planish.engines.disagg.rank"
-    return programs.start(module, log=Path(os.devnull), stdin=end.fileno())
+    with there:
+        process = programs.start(module, log=Path(os.devnull), stdin=there.fileno())
+    return child.Child(child.Channel(here), process)
 
 
 def running(attention: int, expert: int, launcher=forked):
@@ -106,7 +110,9 @@ def test_a_coordinator_that_was_stopped_itself_holds_no_rank_for_dead(monkeypatc
         away += next(jumps, 0.0)
         return wait(*arguments)
 
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: real() + away))
+    clock = SimpleNamespace(monotonic=lambda: real() + away)
+    for module in (processes, child):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(processes, "wait", jump)
     outputs = collect(engine)
     assert away == 3 * processes.DEAD_S

@@ -48,7 +48,7 @@ EXAMPLES_OF_RUNS = [("own_data", "trace"), ("own_reward", "digit_reward:digits")
 def test_the_rows_become_prompts_and_traces_enough(example, verifier, tmp_path, monkeypatch):
     """The arguments of the page's demo, as far as prepare and curation go."""
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / "own_reward"))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / "own_reward"), prepend=":")
     asked = parser().parse_args(demo(example))
     parameters = with_data(
         {"overrides": " ".join(asked.overrides), "dataset": asked.dataset}, asked.dataset_map

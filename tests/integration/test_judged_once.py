@@ -39,7 +39,7 @@ SETTINGS = (
 @pytest.mark.parametrize("resident", ["0", "2"])
 def test_a_response_is_judged_once_in_a_whole_run(tmp_path, monkeypatch, resident):
     (tmp_path / "counted.py").write_text(STYLE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     folder = tmp_path / "run"
     run(folder, "dapo-tiny", 2, SETTINGS, "--resident", resident)
     root, num_rows = folder.as_uri(), 0

@@ -49,7 +49,7 @@ def test_the_package_is_found_by_its_entry_point_once_installed(tmp_path, monkey
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     install += ["--no-build-isolation", "--target", str(tmp_path), str(EXAMPLE)]
     subprocess.run(install, check=True, timeout=300)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     done = subprocess.run(
         [sys.executable, "-m", "planish", "verifier", "check", "digits"],
         capture_output=True,

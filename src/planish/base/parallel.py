@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,6 +32,10 @@ GPU_POD_VARIABLE = "PLANISH_GPU_POD"
 MIN_DRIVER = 580
 """Smallest major version of NVIDIA's driver for CUDA 13. Source: CUDA Toolkit 13.0 release
 notes."""
+
+
+LOOK_SECONDS = 0.5
+"""Interval in which a rank that waits for words looks whether others live."""
 
 
 @dataclass(frozen=True)
@@ -389,6 +394,55 @@ def launcher_store(timeout_seconds: float) -> tuple[Any, Ranks]:
     limit = timedelta(seconds=timeout_seconds)
     store, rank, size = next(rendezvous("env://", timeout=limit))
     return store, Ranks(rank, size)
+
+
+class Words:
+    """Short messages between ranks through a store of torch, such as that of the launcher.
+
+    Every method raises `PeerLost` if the store does not answer.
+    """
+
+    def __init__(self, store: Any, owner: str) -> None:
+        """Take a store, and in `owner` the process that keeps it open, for errors."""
+        self.store, self.owner = store, owner
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the store."""
+        try:
+            return getattr(self.store, method)(*arguments)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"{self.owner} must keep its store open, got {str(error).splitlines()[0]!r}; has "
+                "its process ended?"
+            ) from error
+
+    def tell(self, key: str, words: bytes | str) -> None:
+        """Store words under a key."""
+        self.call("set", key, words)
+
+    def read(self, key: str) -> bytes:
+        """Return the words under a key, empty if there are none."""
+        words: bytes = self.call("get", key) if self.call("check", [key]) else b""
+        return words
+
+    def wait(
+        self, keys: Sequence[str], deadline: float, look: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Return whether there are words under all keys before `deadline`, a monotonic time.
+
+        `look` is called twice a second meanwhile; an error in it ends the wait.
+        """
+        started = looked = time.monotonic()
+        while not self.call("check", list(keys)):
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                look()
+            if now > deadline:
+                return False
+            # Sleep shortly at first, because training waits for the plan of a save.
+            time.sleep(min(0.02, max(0.0001, (now - started) / 10)))
+        return True
 
 
 def open_group(

@@ -20,14 +20,18 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from planish.base.child import Child, start_child
 from planish.base.errors import ConfigError, VerifierFailure
-from planish.verifiers.child_process import START_SECONDS, ChildProcess
 from planish.verifiers.verdict import Verdict, VerifierOptions, failed, timed_out
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "planish.verifiers"
-"""Group of entry points: name to `package.module:function`."""
+"""Group of entry points: name -> `package.module:function`."""
+START_SECONDS = 120.0
+"""Time limit of a child to import its libraries."""
+MAX_REPLY_BYTES = 65536
+"""A longer reply counts as a crash."""
 MAX_TIMEOUTS = 5
 """Number of calls in a row without an answer after which the verifier fails."""
 
@@ -58,40 +62,44 @@ class OwnVerifier:
         self,
         reference: str,
         *,
-        start_seconds: float = START_SECONDS,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.reference = reference
-        self._process = ChildProcess(
-            # `-P` keeps modules in the working directory from shadowing the user's package.
-            [sys.executable, "-P", "-m", "planish.verifiers.own_child", reference],
-            start_seconds=start_seconds,
-            environment=environment,
-        )
+        self._environment = {"OMP_NUM_THREADS": "1", **(environment or {})}
+        self._child: Child | None = None
+        self._columns: tuple[str, ...] = ()
         self._lock = threading.RLock()
         self._num_timeouts = 0
         self._logged: set[str] = set()
         self.warnings: list[str] = []
 
     @property
-    def pid(self) -> int | None:
-        """Process id of the running child, or None."""
-        return self._process.pid
+    def pid(self) -> int:
+        """Process id of the running child, or 0."""
+        return 0 if self._child is None else self._child.pid
 
-    def start(self) -> None:
-        """Import the function unless the child runs."""
+    def start(self) -> Child:
+        """Import the function unless the child runs; return the child."""
+        if self._child is not None and self._child.pid:
+            return self._child
+        self.close()
+        # `-P`: modules beside the working directory are not the user's package.
+        command = [sys.executable, "-P", "-m", "planish.verifiers.own_child", self.reference]
+        self._child = start_child(command, environment=self._environment, max_bytes=MAX_REPLY_BYTES)
         try:
-            self._process.start()
+            ready = self._child.wait_ready(START_SECONDS)
         except OSError as error:
             raise ConfigError(
                 f"verifier {self.reference!r} must be a function that can be called with "
                 f"(response, answer), got: {error}"
             ) from None
+        self._columns = tuple(ready["columns"])
+        return self._child
 
     def columns(self) -> tuple[str, ...]:
         """Return the columns that are parameters of the function; raises like `start`."""
         self.start()
-        return tuple(self._process.ready["columns"])
+        return self._columns
 
     def ask(self, response: str, answer: str, seconds: float, extra: str = "") -> dict[str, Any]:
         """Return the child's reply: `score`, `value` (built-in functions only) or `error`.
@@ -102,8 +110,7 @@ class OwnVerifier:
         """
         request = {"response": response, "answer": answer, "alarm_seconds": int(seconds) + 5}
         with self._lock:
-            self.start()
-            return self._process.ask(request | ({"extra": extra} if extra else {}), seconds)
+            return self.start().ask(request | ({"extra": extra} if extra else {}), seconds)
 
     def __call__(
         self, response: str, answer: str, options: VerifierOptions, extra: str = ""
@@ -134,8 +141,8 @@ class OwnVerifier:
             if "printed" in reply:
                 self._warn(f"printed {reply['printed']!r}; what it prints is dropped")
             if "forked" in reply:
-                # Forked copies that still run would accumulate.
-                self._process.close()
+                # Copies that still run would add up.
+                self.close()
                 self._warn("forked; the copies are ended with the child after each such call")
             if "error" in reply:
                 # For built-in functions a late answer is the fault of the response; a user's may
@@ -147,7 +154,8 @@ class OwnVerifier:
 
     def close(self) -> None:
         """End the child."""
-        self._process.close()
+        if self._child is not None:
+            self._child.close()
 
     def _failed(self, reason: str, *, timeout: bool = False) -> Verdict:
         self._log_once(reason)

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planish.verifiers.isolated.confine import take_streams
+
 PRINTED_CHARS = 80
 """Number of printed characters that the reply contains."""
 
@@ -202,39 +204,28 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
 
 
 def main(reference: str) -> int:
-    """Load the function, report that it is ready or at fault, answer until the parent closes the
-    pipe.
-    """
+    """Load the function, report ready or the fault, answer until the parent closes the socket."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The function has neither the requests nor the replies as its standard streams.
-    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
-    requests = os.fdopen(os.dup(0), encoding="ascii")
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
+    requests, reply = take_streams()
     forked: list[bool] = []
     os.register_at_fork(after_in_parent=lambda: forked.append(True))
     own = os.getpid()
-    function: Function | None = None
-    try:
-        function = load(reference)
-        told: dict[str, Any] = {"outcome": "ready", "columns": function.columns}
-    except ValueError as error:
-        told = {"error": str(error)}
-    if os.getpid() != own:
-        os._exit(0)
-    replies.write(json.dumps(told) + "\n")
-    replies.flush()
-    if function is None:
-        return 1
-    for request in requests:
-        forked.clear()
-        reply = reply_to(function, request, forked)
-        # A forked copy that returns from the function must not answer too.
+
+    def send(message: dict[str, Any]) -> None:
+        """Reply, but end a copy of this process that comes back out of the function."""
         if os.getpid() != own:
             os._exit(0)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        reply(message)
+
+    try:
+        function = load(reference)
+    except ValueError as error:
+        send({"error": str(error)})
+        return 1
+    send({"outcome": "ready", "columns": function.columns})
+    for request in requests:
+        forked.clear()
+        send(reply_to(function, request, forked))
     return 0
 
 

@@ -44,7 +44,7 @@ def test_an_expert_address_where_no_expert_answers_fails_the_start(what):
             max_rows=4,
             config=config,
             timeout_s=2.0,
-            launcher=lambda end, number: ThreadRank(end, number, new_transport=new_transport),
+            launcher=lambda number: ThreadRank(number, new_transport=new_transport),
         )
         # Both ranks miss the other one; who says so first is blamed for nothing.
         with pytest.raises(EngineError, match=r"all ranks must start, got .*rank [01]"):
@@ -57,8 +57,8 @@ def test_a_loss_that_statistics_find_is_named_by_the_next_call():
     """A shard asks for them while it samples, between two steps."""
     ranks = []
 
-    def launcher(end, number):
-        ranks.append(MortalRank(end, number))
+    def launcher(number):
+        ranks.append(MortalRank(number))
         return ranks[-1]
 
     policy = qwen3_policy(**FAMILIES["experts"])

@@ -83,8 +83,8 @@ def measure_apart(policy, prompts, losses):
     """
     ranks = []
 
-    def launcher(end, number):
-        ranks.append(MortalRank(end, number))
+    def launcher(number):
+        ranks.append(MortalRank(number))
         return ranks[-1]
 
     with disagg(policy, 3, 1, launcher=launcher) as engine:

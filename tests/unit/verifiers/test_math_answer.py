@@ -4,7 +4,6 @@ import sys
 import pytest
 
 from planish.verifiers import VerifierOptions, answer_fault, math_answer, verify, verify_many
-from planish.verifiers.child_process import ChildProcess
 from planish.verifiers.math_answer import extract_answer, last_boxed, normalise_answer
 from planish.verifiers.own import shared_verifier
 
@@ -248,9 +247,6 @@ def test_a_published_fault_of_grading(fault, name, response, answer, accuracy):
     assert (verdict.accuracy, verdict.error, verdict.timeout) == (accuracy, False, False)
 
 
-READY = 'import sys, time, json\nprint(\'{"outcome": "ready"}\', flush=True)\n'
-
-
 def test_the_child_is_reused_and_the_library_stays_out_of_this_process():
     verify("math", "Answer: 1/3", "2/6")
     child = shared_verifier("planish.verifiers.math_library:judge")
@@ -272,34 +268,6 @@ def test_a_ground_truth_that_takes_too_long_itself_is_an_error():
     verdict = verify("math", "Answer: 1/2", "99999999!", VerifierOptions(timeout_seconds=1.0))
     assert (verdict.accuracy, verdict.timeout, verdict.error) == (0.0, True, True)
     assert "takes too long" in verdict.reason
-
-
-@pytest.fixture
-def child():
-    """A child that says ready and then does `body` for each `line`."""
-    children = []
-
-    def start(*body):
-        code = READY + "for line in sys.stdin:\n" + "".join(f"    {row}\n" for row in body)
-        children.append(ChildProcess([sys.executable, "-c", code], max_reply_bytes=65536))
-        children[-1].start()
-        return children[-1]
-
-    yield start
-    for each in children:
-        each.close()
-
-
-@pytest.mark.parametrize(
-    "body",
-    ["sys.exit(3)", "print('not json', flush=True)", "print('[]', flush=True)",
-     "print('x' * 200000, flush=True)"],
-)  # fmt: skip
-def test_a_child_that_dies_or_talks_nonsense_is_ended(child, body):
-    bad = child(body)
-    with pytest.raises(OSError, match=r"exit code|Expecting|must be an object|more than"):
-        bad.ask({}, 120)
-    assert bad.pid is None
 
 
 class Broken:

@@ -26,12 +26,12 @@ OPTIONS = VerifierOptions(timeout_seconds=120.0)
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A function that writes a module `own_<name>` and returns its verifier."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     made = []
 
-    def make(name, body, **options):
+    def make(name, body):
         (tmp_path / f"own_{name}.py").write_text(body)
-        made.append(OwnVerifier(f"own_{name}:reward", **options))
+        made.append(OwnVerifier(f"own_{name}:reward"))
         return made[-1]
 
     yield make
@@ -90,7 +90,7 @@ def test_a_function_that_hangs_is_killed_and_given_up_after_some_calls(package):
     verdict = verifier("x", "never", options)
     assert (verdict.accuracy, verdict.timeout, verdict.error) == (0.0, True, False)
     assert "did not answer within 0.2 s" in verdict.reason
-    assert verifier.pid is None
+    assert not verifier.pid
     assert verifier("x", "now", OPTIONS).accuracy == 1.0
     for _ in range(MAX_TIMEOUTS - 1):
         verifier("x", "never", options)
@@ -174,15 +174,18 @@ def test_the_function_gets_no_credentials(package, monkeypatch):
         ("def reward(r, a, prompt, /): ...\n", r"got reward\(r, a, prompt, /\)"),
     ],
 )
-def test_what_cannot_be_called_is_refused_in_one_line(package, tmp_path, body, message):
-    verifier = package("bad", body or "", start_seconds=2.0 if body and "sleep" in body else 120.0)
+def test_what_cannot_be_called_is_refused_in_one_line(
+    package, tmp_path, monkeypatch, body, message
+):
+    monkeypatch.setattr(own, "START_SECONDS", 2.0 if body and "sleep" in body else 120.0)
+    verifier = package("bad", body or "")
     if body is None:
         (tmp_path / "own_bad.py").unlink()
     with pytest.raises(ConfigError, match=message) as refused:
         verifier.start()
     assert "'own_bad:reward'" in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert verifier.pid is None
+    assert not verifier.pid
 
 
 @pytest.mark.parametrize(
@@ -251,7 +254,7 @@ def test_an_unknown_name_is_refused(name):
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """A function that writes `tried_<name>.py` and returns the reference of its reward."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
     def write(name, body, *columns):
         parameters = ", ".join(("response", "answer", *columns))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planish.base.errors import PeerLost, PlanishError, PlanMismatch, SaveFailed
+from planish.base.parallel import Words
 from planish.checkpoint.ranks.messages import (
     CONNECT_SECONDS,
     EVERYONE,
     Line,
     Peer,
     TooLate,
+    connect,
     decode_errors,
     encode_errors,
     here_at,
@@ -110,7 +113,7 @@ class Control:
     object from one thread at a time; `twin` gives the background thread its own connection.
     """
 
-    def __init__(self, line: Line | None, rank: int, tree: Tree) -> None:
+    def __init__(self, line: Line, rank: int, tree: Tree) -> None:
         self.rank, self.size, self.tree = rank, len(tree.parents), tree
         self.hosts: tuple[int, ...] = tree.hosts
         self.is_closed = False
@@ -119,12 +122,14 @@ class Control:
         self._subject = ""
         self._missing: type[PlanishError] = PlanMismatch
         self._uses: dict[str, itertools.count[int]] = {}
-        self._said: dict[str, str] = {}
 
     @classmethod
     def single(cls) -> Control:
-        """Return the control of a job of one process; needs no torch.distributed."""
-        return cls(None, 0, plan_tree([0]))
+        """Return the control of a job of one process."""
+        from torch._C._distributed_c10d import HashStore
+
+        line = Line(Words(HashStore(), "this process"), [Peer("", "", 0, 0, 0, "")], 0)
+        return cls(line, 0, plan_tree([0]))
 
     @classmethod
     def join(cls, group: ProcessGroup | None = None) -> Control:
@@ -145,7 +150,7 @@ class Control:
         machines = list(dict.fromkeys(peer.machine for peer in peers))
         hosts = [machines.index(peer.machine) for peer in peers]
         address = "127.0.0.1" if hosts[rank] == 0 else peers[0].address
-        line = Line(address, server, peers, rank)
+        line = Line(connect(address, peers[0].port), peers, rank, server)
         # Connect now: later a connection to a rank that has ended would take the whole limit.
         line.twin()
         return cls(line, rank, plan_tree(hosts))
@@ -157,19 +162,17 @@ class Control:
 
         It must end within `timeout_s` seconds; `missing` is the error for a rank that is late.
         """
-        opened = Control(self._line, self.rank, self.tree)
-        opened._subject, opened._missing = subject, missing
+        opened = copy.copy(self)
+        opened._subject, opened._missing, opened._uses = subject, missing, {}
         opened._deadline = time.monotonic() + timeout_s
-        if self._line is not None:
-            opened._scope = self._line.next_scope(subject)
-            self._line.note(f"began {subject}")
+        opened._scope = self._line.next_scope(subject)
+        self._line.note(f"began {subject}")
         return opened
 
     def twin(self, *, missing: type[PlanishError]) -> Control:
         """Return the same operation over a connection of its own, for another thread."""
-        other = Control(self._line.twin() if self._line else None, self.rank, self.tree)
-        other._scope, other._subject, other._missing = self._scope, self._subject, missing
-        other._deadline, other._uses = self._deadline, self._uses
+        other = copy.copy(self)
+        other._line, other._missing = self._line.twin(), missing
         return other
 
     @property
@@ -179,13 +182,10 @@ class Control:
 
     def note(self, stage: str) -> None:
         """Record the stage of this rank; the error names it if this rank does not answer later."""
-        if self._line is not None:
-            self._line.note(stage)
+        self._line.note(stage)
 
     def gather(self, data: bytes, tag: str) -> list[bytes] | None:
         """Collect the bytes of every rank on rank 0, in rank order; None elsewhere."""
-        if self._line is None:
-            return [data]
         name = self._name(tag)
         parts = {self.rank: data}
         waiting = {child: f"{name}/{child}" for child in self.tree.children[self.rank]}
@@ -198,13 +198,9 @@ class Control:
 
     def broadcast(self, data: bytes | None, tag: str) -> bytes:
         """Return the bytes of rank 0 on every rank (`data` is ignored elsewhere)."""
-        if self._line is None:
-            assert data is not None
-            return data
         name = self._name(tag)
         if self.rank:
-            parent = self.tree.parents[self.rank]
-            data = self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS)
+            data = self._from_parent(name)
         assert data is not None
         for child in self.tree.children[self.rank]:
             self._line.put(f"{name}/{child}", data)
@@ -212,16 +208,8 @@ class Control:
 
     def scatter(self, data: Sequence[bytes] | None, tag: str) -> bytes:
         """Return `data[rank]` of rank 0 (`data` is ignored elsewhere)."""
-        if self._line is None:
-            assert data is not None
-            return data[0]
         name = self._name(tag)
-        if self.rank:
-            parent = self.tree.parents[self.rank]
-            parts = unpack(self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS))
-        else:
-            assert data is not None
-            parts = dict(enumerate(data))
+        parts = unpack(self._from_parent(name)) if self.rank else dict(enumerate(data or ()))
         for child in self.tree.children[self.rank]:
             below = {rank: parts[rank] for rank in self.tree.below(child)}
             self._line.put(f"{name}/{child}", pack(below))
@@ -279,34 +267,26 @@ class Control:
 
     def first_to_say(self, key: str, value: str) -> str:
         """Set a lasting value unless a rank has already; return the lasting value."""
-        if self._line is None:
-            return self._said.setdefault(key, value)
-        return self._line.first_to_set(f"said/{key}", value)
+        stands: bytes = self._line.words.call("compare_set", f"said/{key}", "", value)
+        return stands.decode()
 
     def said(self, key: str) -> str:
         """Return the value that a rank has set with `first_to_say`, empty if none has."""
-        if self._line is None:
-            return self._said.get(key, "")
-        return self._line.lasting(f"said/{key}")
+        return self._line.words.read(f"said/{key}").decode()
 
     def leave_together(self, tag: str, seconds: float) -> None:
         """Wait up to `seconds` until the ranks of the subtree have made this call; never raises."""
-        if self._line is None:
-            return
         deadline = time.monotonic() + seconds
-        try:
+        with contextlib.suppress(PeerLost):
             for child in self.tree.children[self.rank]:
                 with contextlib.suppress(TooLate):
                     self._line.take(f"{self._scope}/{tag}/{child}", "quiet", child, deadline, {})
             if self.rank:
                 self._line.put(f"{self._scope}/{tag}/{self.rank}", b"")
-        except PeerLost:
-            return
 
     def abort(self, error: Exception) -> None:
         """Abort this operation on all ranks: their present or next wait in it raises `error`."""
-        if self._line is not None:
-            self._line.abort(self._scope, encode_errors({self.rank: error}))
+        self._line.abort(self._scope, encode_errors({self.rank: error}))
 
     def give_up(self, interrupt: BaseException) -> None:
         """Abort this operation on all ranks, because this rank was interrupted."""
@@ -315,8 +295,6 @@ class Control:
     def check(self) -> None:
         """Raise if this operation was aborted, or if the parent or a child rank has ended."""
         line = self._line
-        if line is None:
-            return
         line.raise_abort(self._scope)
         above = [self.tree.parents[self.rank]] if self.rank else []
         try:
@@ -327,15 +305,16 @@ class Control:
 
     def rendezvous(self) -> TCPStore:
         """Return the connection to the store, for the rendezvous of a group of the same ranks."""
-        assert self._line is not None
-        return self._line.store
+        store: TCPStore = self._line.words.store
+        return store
 
     def close(self) -> None:
         """Close the connections; on rank 0 the store ends with them."""
         self.is_closed = True
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        self._line.close()
+
+    def _from_parent(self, name: str) -> bytes:
+        return self._take(f"{name}/{self.rank}", self.tree.parents[self.rank], GRACE_SECONDS)
 
     def _name(self, tag: str) -> str:
         number = next(self._uses.setdefault(tag, itertools.count()))
@@ -345,7 +324,6 @@ class Control:
         self, key: str, peer: int, grace: float, watched: Mapping[int, str] | None = None
     ) -> bytes:
         line = self._line
-        assert line is not None
         try:
             return line.take(key, self._scope, peer, self._deadline + grace, watched or {})
         except TooLate as late:

@@ -9,7 +9,6 @@ import datetime
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import planish
 from planish.base import errors
 from planish.base.errors import PeerLost, PlanMismatch
+from planish.base.parallel import Words
 from planish.store.processes import process_space, process_start
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 CONNECT_SECONDS = 60.0
-LIVENESS_SECONDS = 0.5
-"""Seconds between checks of a waiting rank that its senders on the same machine still live."""
 EVERYONE = -1
 """Rank number of an error that concerns all ranks together."""
 _BUILTIN = {kind.__name__: kind for kind in (TypeError, ValueError, MemoryError)}
@@ -55,71 +53,60 @@ class Line:
     """One connection to the store of rank 0, and the locations of all ranks."""
 
     def __init__(
-        self, address: str, server: TCPStore | None, peers: Sequence[Peer], rank: int
+        self, words: Words, peers: Sequence[Peer], rank: int, server: TCPStore | None = None
     ) -> None:
-        from torch._C._distributed_c10d import TCPStore
-        from torch.distributed import DistError
-
-        self.address, self.server, self.peers, self.rank = address, server, peers, rank
-        self.port = peers[0].port
+        """Take a connection; rank 0 has the `server` too."""
+        self.words, self.server, self.peers, self.rank = words, server, peers, rank
         self._twin: Line | None = None
         self._number = 0
-        limit = datetime.timedelta(seconds=CONNECT_SECONDS)
-        try:
-            self.store = TCPStore(address, self.port, None, False, limit, wait_for_workers=False)
-        except DistError as error:
-            raise PeerLost(
-                f"the store of rank 0 must answer at {self.address}:{self.port}, got {error!r}; "
-                "is a firewall between the machines?"
-            ) from error
 
     def twin(self) -> Line:
         """Return the second connection to the same store; the first call opens it."""
         if self._twin is None:
-            self._twin = Line(self.address, None, self.peers, self.rank)
+            clone = self.words.call("clone")
+            self._twin = Line(Words(clone, self.words.owner), self.peers, self.rank)
         return self._twin
 
     def close(self) -> None:
         """Close the connections; on rank 0 the store ends with them."""
         if self._twin is not None:
             self._twin.close()
-        del self.store
-        self._twin = self.server = None
+        self.words.store = self._twin = self.server = None
 
     def next_scope(self, subject: str) -> str:
         """Return the number of the next operation.
 
         A rank skips the number of an aborted operation that it did not take part in.
         """
-        given_up = self._read("given_up")[1:]
+        given_up = self.words.read("given_up")
         self._number += 1
         if given_up:
             number, _, missed = given_up.decode().partition(" ")
             if int(number) >= self._number and missed != subject:
                 self._number = int(number) + 1
         if self.rank == 0 and given_up:
-            for key in self._call("list_keys"):
+            for key in list(self.words.call("list_keys")):
                 scope = key.split("/", 1)[0]
                 if scope.isdigit() and int(scope) < self._number and not key.endswith("/abort"):
-                    self._call("delete_key", key)
+                    self.words.call("delete_key", key)
         return str(self._number)
 
     def forget(self, scope: str, subject: str) -> None:
         """Record that an operation was aborted, so that a rank that missed it skips its number."""
-        self.put("given_up", f"{scope} {subject}".encode())
+        self.words.tell("given_up", f"{scope} {subject}")
 
     def note(self, stage: str) -> None:
         """Record the stage of this rank."""
-        self.put(f"stage/{self.rank}", stage.encode())
+        self.words.tell(f"stage/{self.rank}", stage)
 
     def stage_of(self, rank: int) -> str:
         """Return the last stage of a rank, `none` without one."""
-        return self._read(f"stage/{rank}")[1:].decode() or "none"
+        return self.words.read(f"stage/{rank}").decode() or "none"
 
     def put(self, key: str, data: bytes) -> None:
         """Store a message for its only receiver."""
         # The mark `+` distinguishes an empty message from none.
-        self._call("set", key, b"+" + data)
+        self.words.tell(key, b"+" + data)
 
     def take(
         self, key: str, scope: str, peer: int, deadline: float, watched: Mapping[int, str]
@@ -130,38 +117,35 @@ class Line:
         raised after `deadline` (`time.monotonic`), or when `peer` or a rank of `watched` (rank ->
         key of its message) has ended without its message.
         """
-        started = looked = time.monotonic()
-        while not self._call("check", [key]):
-            now = time.monotonic()
-            if now - looked > LIVENESS_SECONDS:
-                looked = now
-                self.raise_abort(scope)
-                for rank, message in {**watched, peer: key}.items():
-                    self.watch(rank, message)
-            if now > deadline:
-                self.raise_abort(scope)
-                raise TooLate(peer, f"but has not within {now - started:.1f} s")
-            # Sleep shortly at first, because training waits for the plan.
-            time.sleep(min(0.02, max(0.0001, (now - started) / 10)))
-        data: bytes = self._call("get", key)
-        self._call("delete_key", key)
+
+        def look() -> None:
+            self.raise_abort(scope)
+            for rank, message in {**watched, peer: key}.items():
+                self.watch(rank, message)
+
+        started = time.monotonic()
+        if not self.words.wait([key], deadline, look):
+            self.raise_abort(scope)
+            raise TooLate(peer, f"but has not within {time.monotonic() - started:.1f} s")
+        data: bytes = self.words.call("get", key)
+        self.words.call("delete_key", key)
         return data[1:]
 
     def watch(self, rank: int, key: str = "") -> None:
         """Raise `TooLate` if a rank of this machine has ended without its message `key`."""
-        if not self._lives(rank) and not (key and self._call("check", [key])):
+        if not self._lives(rank) and not (key and self.words.call("check", [key])):
             raise TooLate(rank, f"but its process {self.peers[rank].pid} has ended")
 
     def abort(self, scope: str, errors: str) -> None:
         """Store the error that aborts an operation, unless there is one already."""
-        self._call("compare_set", f"{scope}/abort", "", errors)
+        self.words.call("compare_set", f"{scope}/abort", "", errors)
 
     def raise_abort(self, scope: str) -> None:
         """Raise the error of an operation if it was aborted, and confirm the receipt."""
         key = f"{scope}/abort"
-        if self._call("check", [key]):
+        if self.words.call("check", [key]):
             self.put(f"{scope}/heard/{self.rank}", b"")
-            raise joined_error(decode_errors(self._call("get", key)), len(self.peers))
+            raise joined_error(decode_errors(self.words.call("get", key)), len(self.peers))
 
     def wait_heard(self, scope: str, missed: int, seconds: float) -> None:
         """Wait until every living rank except `missed` has received the error of an operation.
@@ -172,37 +156,28 @@ class Line:
         for rank in range(len(self.peers)):
             key = f"{scope}/heard/{rank}"
             while rank not in (self.rank, missed) and time.monotonic() < deadline:
-                if not self._lives(rank) or self._call("check", [key]):
+                if not self._lives(rank) or self.words.call("check", [key]):
                     break
                 time.sleep(0.02)
-
-    def first_to_set(self, key: str, value: str) -> str:
-        """Set a lasting value unless there is one; return the lasting value."""
-        stands: bytes = self._call("compare_set", key, "", value)
-        return stands.decode()
-
-    def lasting(self, key: str) -> str:
-        """Return a value of `first_to_set`, empty if there is none."""
-        return self._read(key).decode()
-
-    def _read(self, key: str) -> bytes:
-        data: bytes = self._call("get", key) if self._call("check", [key]) else b""
-        return data
 
     def _lives(self, rank: int) -> bool:
         peer, here = self.peers[rank], self.peers[self.rank]
         return peer.machine != here.machine or process_start(peer.pid) == peer.started
 
-    def _call(self, method: str, *args: Any) -> Any:
-        from torch.distributed import DistError
 
-        try:
-            return getattr(self.store, method)(*args)
-        except (DistError, RuntimeError) as error:
-            raise PeerLost(
-                f"rank 0 must keep its store open at {self.address}:{self.port}, "
-                f"got {str(error).splitlines()[0]!r}; has its process ended?"
-            ) from error
+def connect(address: str, port: int) -> Words:
+    """Return a connection to the store of rank 0; PeerLost if none answers."""
+    from torch._C._distributed_c10d import TCPStore
+
+    limit = datetime.timedelta(seconds=CONNECT_SECONDS)
+    try:
+        store = TCPStore(address, port, None, False, limit, wait_for_workers=False)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"the store of rank 0 must answer at {address}:{port}, got {error!r}; is a firewall "
+            "between the machines?"
+        ) from error
+    return Words(store, f"rank 0 at {address}:{port}")
 
 
 def listen() -> TCPStore:
@@ -237,20 +212,18 @@ def _address() -> str:
 
 
 def pack(parts: Mapping[int, bytes]) -> bytes:
-    """Return bytes of several ranks as one message: count, (rank, length) table, contents."""
-    table = b"".join(struct.pack("<IQ", rank, len(data)) for rank, data in parts.items())
-    return b"".join([struct.pack("<I", len(parts)), table, *parts.values()])
+    """Return bytes of several ranks as one message: JSON with their lengths, a line end, bytes."""
+    lengths = [(rank, len(data)) for rank, data in parts.items()]
+    return b"".join([json.dumps(lengths).encode(), b"\n", *parts.values()])
 
 
 def unpack(message: bytes) -> dict[int, bytes]:
     """Undo `pack`."""
-    (count,) = struct.unpack_from("<I", message)
-    place, parts = 4 + 12 * count, {}
-    for index in range(count):
-        rank, length = struct.unpack_from("<IQ", message, 4 + 12 * index)
-        parts[rank] = message[place : place + length]
-        place += length
-    assert place == len(message), "messages come from our own ranks only"
+    head, _, data = message.partition(b"\n")
+    start, parts = 0, {}
+    for rank, length in json.loads(head):
+        parts[rank] = data[start : start + length]
+        start += length
     return parts
 
 

@@ -66,7 +66,7 @@ class SaveEngine:
         share = -(-(os.cpu_count() or 1) // local)
         self._num_threads = max(1, min(NUM_THREADS, share))
         self._inflight: deque[SaveHandle] = deque()
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.is_closed = False
         atexit.register(self.close)
@@ -227,7 +227,7 @@ class SaveEngine:
         if options.is_async and save.thread_storage is None:
             self._later(self.pool.warm_one_more)  # in the background, before the next save
 
-    def _later(self, task: Callable[[], None]) -> None:
+    def _later(self, task: Callable[[], object]) -> None:
         """Queue a task for the background thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="saves", daemon=True)

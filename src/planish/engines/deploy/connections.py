@@ -18,6 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from planish import __version__
+from planish.base.child import Channel, Child
 from planish.base.errors import ConfigError, EngineBusy, EngineError, ProtocolError
 
 TOKEN_ENV = "PLANISH_RANKS_TOKEN"
@@ -119,8 +120,8 @@ def answer_coordinator(caller: socket.socket, token: str, *, is_busy: bool) -> N
     keep_alive(caller)
 
 
-def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connection:
-    """Return a connection to a rank on another machine; call until the rank listens and is free.
+def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> socket.socket:
+    """Return a connection to a rank on another machine; calls until it listens and is free.
 
     Raises:
         EngineError: no rank answers in time.
@@ -156,36 +157,19 @@ def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connect
             "that of `planish rollout rank`"
         ) from None
     keep_alive(end)
-    return Connection(end.detach())
+    return end
 
 
-class RemoteRank:
-    """Stand-in for the `Process` of a remote rank, which its host ends when its connection ends."""
+def elsewhere(peers: Sequence[str], timeout_s: float) -> Callable[[int], Child]:
+    """Return a launcher for ranks on other machines, which connects in the order of the ranks.
 
-    pid = 0
-
-    def poll(self) -> int | None:
-        """Return None."""
-        return None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return at once."""
-        return 0
-
-    def kill(self) -> None:
-        """Do nothing: the host ends the rank."""
-
-
-def elsewhere(
-    peers: Sequence[str], timeout_s: float
-) -> Callable[[int], tuple[RemoteRank, Connection]]:
-    """Return an opener for ranks on other machines, which connects in the order of the ranks.
+    Their hosts end them when the connection ends.
 
     Peers are `host:port`, attention ranks first; each has `timeout_s` to listen and to be free. If
     two coordinators start at the same time, the one that gets rank 0 gets all ranks.
     """
     token, addresses = ranks_token(), [address_of(peer) for peer in peers]
-    return lambda rank: (RemoteRank(), call_rank(addresses[rank], token, timeout_s))
+    return lambda rank: Child(Channel(call_rank(addresses[rank], token, timeout_s)))
 
 
 def address_of(peer: str) -> tuple[str, int]:

@@ -15,18 +15,17 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import AuthenticationError
-from typing import Any, BinaryIO
+from typing import Any
 
 from planish.base import telemetry
+from planish.base.child import start_child
 from planish.base.errors import ConfigError
 from planish.base.pages import PageServer, StatusPage
 from planish.engines.deploy.connections import answer_coordinator, ranks_token
@@ -51,40 +50,30 @@ class HostedRank:
         `port`.
         """
         self.connection = caller
-        told, telling = os.pipe()
-        options = {"--host": host, "--port": port, "--device": device, "--held": telling}
-        words = [str(word) for option in options.items() for word in option]
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "planish.engines.disagg.rank", *words],
-                stdin=caller.fileno(),
-                stdout=subprocess.DEVNULL,
-                pass_fds=[telling],
-                start_new_session=True,
-            )
-        finally:
-            os.close(telling)
-        self.told: BinaryIO = os.fdopen(told, "rb", buffering=0)
-        self.ended = os.pidfd_open(self.process.pid)
+        rows, control = {"host": host, "port": port}, caller.fileno()
+        settings = json.dumps({"rows": rows, "control": control, "device": device})
+        self.child = start_child(
+            [sys.executable, "-m", "planish.engines.disagg.rank", settings],
+            is_trusted=True,
+            files=[control],
+        )
         self.end_by = float("inf")
         """Time at which a rank without a coordinator is killed."""
         self.state = _NO_WEIGHTS
-        self._line = b""
 
     def listen(self) -> None:
-        """Read the rank's reports of its weights."""
-        *lines, self._line = (self._line + self.told.read(1 << 16)).split(b"\n")
-        for line in lines:
-            self.state = json.loads(line)
-            logger.info("weights wanted=%(wanted)r held=%(held)r version=%(version)s", self.state)
+        """Read the rank's report of its weights."""
+        with contextlib.suppress(ConnectionError):
+            while self.child.channel.has_message():
+                self.state = self.child.channel.receive()
+                logger.info(
+                    "weights wanted=%(wanted)r held=%(held)r version=%(version)s", self.state
+                )
 
-    def close(self) -> int:
+    def close(self) -> int | None:
         """Kill the rank if it still runs, and return its exit code."""
-        self.process.kill()
-        code = self.process.wait()
+        code = self.child.close()
         self.connection.close()
-        self.told.close()
-        os.close(self.ended)
         return code
 
 
@@ -121,23 +110,22 @@ class RankHost:
         poll.register(self._listener, select.POLLIN)
         rank = self._rank
         if rank is not None:
-            poll.register(rank.ended, select.POLLIN)
-            poll.register(rank.told, select.POLLIN)
+            poll.register(rank.child.channel, select.POLLIN)
             if rank.end_by == float("inf"):
                 # Only the rank reads the coordinator's messages; the host only detects that it has
                 # left.
                 poll.register(rank.connection, select.POLLRDHUP)
         ready = {number for number, _ in poll.poll(1000 * _TURN_S)}
         if rank is not None:
-            if rank.told.fileno() in ready:
+            if rank.child.channel.fileno() in ready:
                 rank.listen()
             if rank.connection.fileno() in ready:
                 rank.end_by = time.monotonic() + _END_S
-            if rank.ended in ready or time.monotonic() > rank.end_by:
-                # The page reports an idle host only after the rank is gone.
+            if rank.child.code() is not None or time.monotonic() > rank.end_by:
+                # The page says that the host is idle only once the rank is gone.
                 code = rank.close()
                 self._rank = None
-                logger.info("ended exit_code=%d", code)
+                logger.info("ended exit_code=%s", code)
         if self._listener.fileno() in ready:
             self.take_call()
 
@@ -155,7 +143,7 @@ class RankHost:
             caller.close()
             return
         self._rank = HostedRank(caller, self._host, self._port + 1, self._device)
-        logger.info("started coordinator=%s pid=%d", address, self._rank.process.pid)
+        logger.info("started coordinator=%s pid=%d", address, self._rank.child.pid)
 
     def health(self, _: Mapping[str, str]) -> StatusPage:
         """Return the page that says whether the loop runs."""

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planish.base.child import Message
 from planish.engines.base import COUNTERS
 from planish.engines.disagg.attention_model import AttentionModel
-from planish.engines.disagg.control import Message, decode_requests, encode_outputs
+from planish.engines.disagg.control import decode_requests, encode_outputs
 from planish.engines.disagg.exchange import ExchangingRank, Inbox
 from planish.engines.disagg.ping_pong import Turns
 from planish.engines.disagg.placement import ExpertLayout

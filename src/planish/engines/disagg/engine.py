@@ -25,14 +25,15 @@ from typing import Any
 
 import numpy as np
 
+from planish.base.child import Message
 from planish.base.errors import ConfigError, EngineError
 from planish.base.parallel import num_devices
 from planish.engines.base import BaseEngine
 from planish.engines.config import VLLM_SETTINGS, EngineConfig
 from planish.engines.deploy.connections import elsewhere
-from planish.engines.disagg.control import Message, decode_outputs, encode_request
+from planish.engines.disagg.control import decode_outputs, encode_request
 from planish.engines.disagg.placement import ExpertLayout
-from planish.engines.disagg.processes import Launcher, Processes, beside, launch
+from planish.engines.disagg.processes import Launcher, Processes, launch
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.policy_folder import check_policy
 from planish.engines.requests import EngineState, ModelRef, Output, Request, WeightUpdate
@@ -160,17 +161,16 @@ class DisaggEngine(BaseEngine):
     def _load(self, model: ModelRef) -> int:
         begin = time.monotonic()
         try:
-            peers, opener = self._config.peers, beside(self._launcher)
+            peers, launcher = self._config.peers, self._launcher
             if peers:
-                opener = elsewhere(peers, self._timeout_s)
+                launcher = elsewhere(peers, self._timeout_s)
                 _check_pin(model.pin)
             elif self._device != "cpu":
                 _check_devices(self._config.num_ranks)
             settings = self._plan_ranks(*local_policy(model, self._scratch))
             settings = self._settings = replace(settings, pin=model.pin if peers else "")
-            # Ranks that wait for each other must fail, with a reason, before the coordinator's
-            # time-out.
-            processes = self._processes = Processes(self._config.start_seconds, opener)
+            # Ranks that wait for each other give up, and tell why, before the coordinator does.
+            processes = self._processes = Processes(self._config.start_seconds, launcher)
             attention = [replace(settings, rank=rank) for rank in settings.attention_ranks]
             experts = [
                 replace(settings, rank=rank, role="expert") for rank in settings.expert_ranks

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from planish.base.child import Message
 from planish.base.errors import EngineError, PeerLost, PlanishError, ProtocolError
 from planish.base.telemetry import REPLY_SECONDS
-from planish.engines.disagg.control import Message
 from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, Transport
 from planish.engines.disagg.packing import combine, route_and_pack
 from planish.engines.disagg.placement import ExpertLayout, ReplicaChooser

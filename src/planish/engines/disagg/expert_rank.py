@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from planish.base.child import Message
 from planish.base.errors import PeerLost, ProtocolError
-from planish.engines.disagg.control import Message
 from planish.engines.disagg.exchange import Rank
 from planish.engines.disagg.expert_model import ExpertModel, Experts
 from planish.engines.disagg.m2n.frames import Frame

@@ -1,30 +1,30 @@
 """One rank of an engine: `python -m planish.engines.disagg.rank`, started by the engine.
 
-Standard input is one end of the control connection; its first message is the settings. The process
-ends with that connection, even if its main thread is busy. On another machine than the
-coordinator's, the host starts the rank and sets the address for hidden states.
+Standard input is the control connection; its first message is the settings. The process ends with
+that connection, even if its main thread is busy. On another machine than the coordinator's the host
+of the rank starts it, and sets the control connection and the address for rows; standard input then
+leads to the host.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
+from planish.base.child import Channel, Message
 from planish.base.errors import PlanishError
 from planish.base.startup import spare_collections
-from planish.engines.disagg.control import Channel, Message
 from planish.engines.disagg.exchange import Inbox
 from planish.engines.disagg.m2n.frames import Frame, Transport
 from planish.engines.disagg.m2n.nixl import NixlTransport
@@ -65,9 +65,9 @@ def open_transport(settings: RankSettings, host: str = "127.0.0.1", port: int = 
 class HeldWeights:
     """Fetches pinned policies and reports to the host which weights are wanted and in use."""
 
-    def __init__(self, told: TextIO | None = None) -> None:
-        """Start without weights; `told` gets a line of JSON at each change, None for no reports."""
-        self._told = told
+    def __init__(self, host: Channel | None = None) -> None:
+        """Start without weights; `host` gets a message at each change, None for no reports."""
+        self._host = host
         self._wanted, self._next = "", 0
         self._held: tuple[str, int | None] = "", None
 
@@ -91,10 +91,9 @@ class HeldWeights:
         self._tell()
 
     def _tell(self) -> None:
-        if self._told is not None:
+        if self._host is not None:
             held, version = self._held
-            state = {"wanted": self._wanted, "held": held, "version": version}
-            print(json.dumps(state), file=self._told, flush=True)
+            self._host.send({"wanted": self._wanted, "held": held, "version": version})
 
 
 def serve(
@@ -106,19 +105,16 @@ def serve(
     *,
     is_alone: bool = False,
 ) -> None:
-    """Run the rank that the first message describes, until a message `close`.
+    """Run the rank that the first message describes, until `close`; OSError: no coordinator.
 
     Args:
         channel: connection to the coordinator.
         on_end: called by another thread when the coordinator is gone.
-        new_transport: function like `open_transport`.
-        held: reports the wanted and the current weights; None for no reports.
-        device: replaces the coordinator's choice of device; empty keeps it.
-        is_alone: this process does nothing else, so its temporary files, e.g. those of a killed
+        new_transport: as `open_transport`.
+        held: gets the wanted and the current weights; None for no reports.
+        device: replaces the coordinator's choice; empty takes that.
+        is_alone: this process does nothing else, so its temporary files, such as those of a killed
             vLLM, lie in the coordinator's folder and are removed with it.
-
-    Raises:
-        PeerLost: the coordinator is gone.
     """
     message = channel.receive()
     inbox: Inbox = queue.SimpleQueue()
@@ -166,7 +162,7 @@ def _listen(channel: Channel, inbox: Inbox, on_end: Callable[[], None]) -> None:
                 channel.send({"re": message["id"]})
             else:
                 inbox.put(message)
-    except PlanishError:
+    except OSError:
         inbox.put({"op": "close", "id": 0, "reason": "the coordinator is gone"})
         on_end()
 
@@ -210,34 +206,24 @@ def _fault(error: Exception) -> Message:
 
 
 def main() -> None:
-    """Run one rank."""
-    parser = argparse.ArgumentParser(prog="python -m planish.engines.disagg.rank")
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address of this machine, where rows arrive")
-    add("--port", type=int, default=0, help="for rows; 0 takes a free one")
-    add("--device", default="", help="torch device in place of the coordinator's")
-    add("--held", type=int, metavar="FD", help="gets which weights are wanted and held")
-    options = parser.parse_args()
-    run(
-        partial(open_transport, host=options.host, port=options.port),
-        HeldWeights(None if options.held is None else os.fdopen(options.held, "w")),
-        options.device,
-    )
+    """Run one rank; JSON in the argument has what the host of a rank sets."""
+    given = json.loads(sys.argv[1]) if sys.argv[1:] else {}
+    run(partial(open_transport, **given.pop("rows", {})), **given)
 
 
 def run(
-    new_transport: Callable[[RankSettings], Transport],
-    held: HeldWeights | None = None,
-    device: str = "",
+    new_transport: Callable[[RankSettings], Transport], control: int = 0, device: str = ""
 ) -> None:
-    """Run the only rank of this process like `serve`; standard input is the connection to the
-    coordinator.
+    """Run the only rank of this process like `serve`, with the coordinator at a descriptor.
+
+    If that is not standard input, standard input gets the state of the weights.
     """
     spare_collections()
-    channel = Channel(Connection(os.dup(sys.stdin.fileno())))
+    channel = Channel(socket.socket(fileno=control))
+    held = HeldWeights(Channel(socket.socket(fileno=0)) if control else None)
     try:
         serve(channel, lambda: os._exit(1), new_transport, held, device, is_alone=True)
-    except PlanishError as error:  # the coordinator is gone
+    except OSError as error:  # the coordinator is gone
         sys.exit(str(error))
     finally:
         channel.close()

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from planish.base.child import Message
 from planish.engines.base import COUNTERS
 from planish.engines.config import EngineConfig
-from planish.engines.disagg.control import Message, decode_requests, encode_outputs
+from planish.engines.disagg.control import decode_requests, encode_outputs
 from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange, Inbox
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.requests import ModelRef

@@ -27,7 +27,6 @@ from planish.base.errors import ConfigError, EngineBusy, EngineError, PlanishErr
 from planish.engines.architectures import window_fault
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
-from planish.engines.disagg.control import decode_requests, encode_request
 from planish.engines.policy_folder import check_policy
 from planish.engines.requests import (
     EngineState,
@@ -374,7 +373,7 @@ class VllmEngine(BaseEngine):
         return len(self._running)
 
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
-        self._tell("admit", [encode_request(request) for request in requests])
+        self._tell("admit", list(requests))
         return [failed for request in requests for failed in self._add(request)]
 
     def _advance(self) -> list[Output]:
@@ -397,8 +396,8 @@ class VllmEngine(BaseEngine):
         while True:
             call, words = self._team.hear()
             if call == "admit":
-                for request in decode_requests(words):
-                    # Only the leader reads experts, since only it returns outputs.
+                for request in words:
+                    # Experts are read where outputs are.
                     self._add(
                         replace(request, sampling=replace(request.sampling, want_routing=False))
                     )
@@ -557,7 +556,7 @@ class VllmEngine(BaseEngine):
         """Refuse weights if no rank has read some of them, because vLLM dropped them."""
         taken: set[str] = set().union(*self._llm.collective_rpc("planish_taken"))
         if self._team is not None:
-            taken = self._team.union(taken, self._names)
+            taken = self._team.union(taken)
         dropped = sorted(self._wanted - taken)
         if dropped:
             shapes = [f"{name} {list(self._names[name][0])}" for name in dropped[:5]]

@@ -16,13 +16,10 @@ from typing import Any
 import torch
 
 from planish.base.errors import EXIT_TRANSIENT, PeerLost
-from planish.base.parallel import Ranks, join, launcher_store, open_group
+from planish.base.parallel import Ranks, Words, join, launcher_store, open_group
 from planish.run.signals import Terminated, stops_with
 from planish.run.stage_metrics import show_phase
 from planish.stages.train.ranks.job import TrainJob
-
-LOOK_SECONDS = 0.05
-"""Seconds between two checks for missing messages."""
 
 
 class Roles:
@@ -40,7 +37,8 @@ class Roles:
             self.mine = Ranks(rank, num_trainers)
         else:
             self.mine = Ranks(rank - num_trainers, self.num_samplers)
-        self._store, self._limit, self.device = PrefixStore("told", store), timeout_seconds, device
+        self._words = Words(PrefixStore("told", store), "the launcher")
+        self._limit, self.device = timeout_seconds, device
         side = PrefixStore("trainers" if self.trains else "samplers", store)
         join(device, timeout_seconds=job.train.timeout_seconds, part=(side, self.mine))
         self.group: Any = None
@@ -52,7 +50,7 @@ class Roles:
 
     def tell(self, key: str, words: str) -> None:
         """Send `words` to all ranks under `key`; a key is used once."""
-        self._store.set(key, words)
+        self._words.tell(key, words)
 
     def hear(self, *keys: str, asked: Event | None = None) -> list[str]:
         """Wait for the messages under all of these keys and return them.
@@ -65,13 +63,7 @@ class Roles:
         show_phase("waiting")
         if asked is not None and asked.is_set():
             raise Terminated(signal.SIGTERM, EXIT_TRANSIENT)
-        deadline = time.monotonic() + self._limit
-        try:
-            with stops_with(EXIT_TRANSIENT):
-                while not self._store.check(list(keys)):
-                    if time.monotonic() > deadline:
-                        raise PeerLost(f"{', '.join(keys)} must be told in {self._limit:.0f} s")
-                    time.sleep(LOOK_SECONDS)
-                return [self._store.get(key).decode() for key in keys]
-        except RuntimeError as error:
-            raise PeerLost(f"the launcher must keep its store open, got {error}") from error
+        with stops_with(EXIT_TRANSIENT):
+            if not self._words.wait(keys, time.monotonic() + self._limit):
+                raise PeerLost(f"{', '.join(keys)} must be told in {self._limit:.0f} s")
+        return [self._words.read(key).decode() for key in keys]

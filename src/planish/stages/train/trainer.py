@@ -353,8 +353,6 @@ class Trainer:
 
 
 def _sharding(name: str) -> type[Sharding]:
-    if name not in TRAINERS:
-        raise ConfigError(f"`train.trainer` must be one of {sorted(TRAINERS)}, got {name!r}")
     if fault := package_fault("train.trainer", name):
         raise ConfigError(fault)
     module, _, attribute = TRAINERS[name].partition(":")

@@ -19,7 +19,7 @@ import resource
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 MEMORY_BYTES = 1 << 30
 """Limit of a process's address space in bytes."""
@@ -86,22 +86,29 @@ class CannotConfine(Exception):
     """This machine lacks a feature for confinement; no code was run."""
 
 
-def begin() -> tuple[Any, Callable[[dict[str, Any]], None]]:
-    """Confine this process as its arguments say, and report that it is ready.
+def take_streams() -> tuple[TextIO, Callable[[dict[str, Any]], None]]:
+    """Take the socket to the parent off the standard streams, which become empty.
 
     Returns:
         The stream of requests, line by line, and a function that sends a reply. Code that runs
-        here later has neither of them as a standard stream.
+        here later gets neither as a standard stream.
     """
-    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     requests = os.fdopen(os.dup(0), encoding="ascii")
+    replies = os.fdopen(os.dup(0), "w", encoding="ascii")
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        os.dup2(null, descriptor)
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
+    return requests, reply
+
+
+def begin() -> tuple[TextIO, Callable[[dict[str, Any]], None]]:
+    """Confine this process by its arguments, and report that it is ready; returns its streams."""
+    requests, reply = take_streams()
     try:
         confine(sys.argv[2], int(sys.argv[3]))
     except CannotConfine as error:

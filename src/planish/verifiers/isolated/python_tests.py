@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish.base.child import Child, start_child
 from planish.base.errors import ConfigError
-from planish.verifiers.child_process import ChildProcess
 from planish.verifiers.verdict import Verdict, VerifierOptions, failed, not_found, right, wrong
 
 ANSWER_CHILD = "planish.verifiers.isolated.answer_child"
@@ -195,8 +195,8 @@ def check_isolation() -> None:
 
 
 @contextlib.contextmanager
-def _confined(program: str, seconds: float) -> Iterator[tuple[ChildProcess, Path]]:
-    """Start one of our programs in its own folder; remove both afterwards."""
+def _confined(program: str, seconds: float) -> Iterator[tuple[Child, Path]]:
+    """Start one of our programs in its own folder; both are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="planish-tests-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
 
@@ -213,17 +213,16 @@ def _confined(program: str, seconds: float) -> Iterator[tuple[ChildProcess, Path
 
         root = str(Path(__file__).parents[2])
         boot, cpu_seconds = _BOOT.format(program=program), str(math.ceil(seconds) + 1)
-        child = ChildProcess(
-            # The interpreter has no site packages; its hash seed is fixed, so sets keep their
-            # order.
+        settings = {"PYTHONPATH": "", "PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
+        child = start_child(
+            # No site packages; a fixed seed of hashes makes the order of sets the same each time.
             [sys.executable, *["-s", "-S", "-P", "-B", "-c"], boot, root, str(folder), cpu_seconds],
-            start_seconds=START_SECONDS,
-            environment={"PYTHONPATH": "", "PYTHONHASHSEED": "0", "TMPDIR": str(folder)},
-            max_reply_bytes=MAX_REPLY_BYTES,
+            environment={"OMP_NUM_THREADS": "1", **settings},
+            max_bytes=MAX_REPLY_BYTES,
             watch=watch,
         )
         try:
-            child.start()
+            child.wait_ready(START_SECONDS)
         except OSError as error:
             reason = str(error).removeprefix("cannot confine: ")
             raise ConfigError(
@@ -247,7 +246,7 @@ def _run_source(code: str, tests: str, seconds: float) -> tuple[str, str]:
     ):
         deadline = time.monotonic() + seconds
 
-        def ask(child: ChildProcess, request: dict[str, Any]) -> dict[str, Any]:
+        def ask(child: Child, request: dict[str, Any]) -> dict[str, Any]:
             return child.ask(request, max(deadline - time.monotonic(), 0.0))
 
         try:

@@ -19,6 +19,7 @@ from planish.base.errors import (
 from planish.checkpoint.ranks.control import Control, plan_tree
 from planish.checkpoint.ranks.messages import (
     Line,
+    connect,
     decode_errors,
     encode_errors,
     here_at,
@@ -116,7 +117,7 @@ def in_ranks(hosts, scenario):
     results = [None] * len(hosts)
     peers = [here_at(server.port) for _ in hosts]
     controls = [
-        Control(Line("127.0.0.1", server if r == 0 else None, peers, r), r, tree)
+        Control(Line(connect("127.0.0.1", server.port), peers, r), r, tree)
         for r in range(len(hosts))
     ]
 
@@ -237,7 +238,7 @@ def test_a_late_rank_learns_that_its_operation_was_given_up():
 
 def test_the_end_of_the_store_is_an_error_that_says_so():
     server = listen()
-    line = Line("127.0.0.1", None, [here_at(server.port)] * 2, 1)
+    line = Line(connect("127.0.0.1", server.port), [here_at(server.port)] * 2, 1)
     del server
-    with pytest.raises(PeerLost, match="rank 0 must keep its store open"):
+    with pytest.raises(PeerLost, match=r"rank 0 at .* must keep its store open"):
         line.take("1/x", "1", 0, time.monotonic() + LIMIT, {})

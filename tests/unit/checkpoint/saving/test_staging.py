@@ -238,7 +238,7 @@ def test_a_killed_process_is_noticed_and_the_next_job_starts_it_again(file_root)
 
     def kill():
         os.kill(uploader.pid, signal.SIGKILL)
-        uploader._process.wait(120)
+        assert uploader._child.code(120) == -9
 
     os.kill(uploader.pid, signal.SIGSTOP)
     storage, job, buffer = job_of(f"{file_root}/step-3", [100])

@@ -1,18 +1,15 @@
 """Instances whose ranks are threads of the test: real messages and frames, no new process."""
 
-import contextlib
 import os
 import socket
 import sys
 import threading
 from gc import collect, unfreeze
-from multiprocessing.connection import Connection
 
 import torch
 
-from planish.base.errors import PeerLost
+from planish.base.child import Channel, Child
 from planish.engines.config import EngineConfig
-from planish.engines.disagg.control import Channel
 from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.disagg.rank import serve
 from planish.engines.requests import ModelRef
@@ -53,13 +50,15 @@ def moe_policy(family: str, seed: int = 0, **changes):
     return policy
 
 
-class ThreadRank:
+class ThreadRank(Child):
     """A rank in a thread."""
 
     pid = os.getpid()
 
-    def __init__(self, end: Connection, number: int = 0, **options) -> None:
-        self._channel = Channel(Connection(os.dup(end.fileno())))
+    def __init__(self, number: int = 0, **options) -> None:
+        here, there = socket.socketpair()
+        super().__init__(Channel(here))
+        self._far = Channel(there)
         self._options = options
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -67,8 +66,8 @@ class ThreadRank:
     def _run(self) -> None:
         torch.set_num_threads(1)
         try:
-            serve(self._channel, lambda: None, **self._options)
-        except PeerLost:
+            serve(self._far, lambda: None, **self._options)
+        except OSError:
             pass
         finally:
             groups = sys.modules.get("vllm.distributed.parallel_state")
@@ -76,17 +75,17 @@ class ThreadRank:
                 # The vLLM of a thread takes process groups with it whenever it is collected.
                 unfreeze()
                 collect()
-            self._channel.close()
+            self._far.close()
 
-    def poll(self) -> int | None:
+    def code(self, seconds: float = 0.0) -> int | None:
+        self._thread.join(seconds)
         return None if self._thread.is_alive() else 0
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._thread.join(timeout)
-        return 0
-
-    def kill(self) -> None:
+    def close(self, seconds: float = 0.0) -> int | None:
         """Leave the end to the thread, which sees that the coordinator has closed its own."""
+        self.channel.close()
+        self._thread.join()
+        return 0
 
 
 class MortalRank(ThreadRank):
@@ -96,12 +95,10 @@ class MortalRank(ThreadRank):
 
     def die(self):
         self.is_dead = True
-        number = os.dup(self._channel.connection.fileno())
-        with socket.socket(fileno=number) as end, contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+        self._far.close()
 
-    def poll(self):
-        return 9 if self.is_dead else super().poll()
+    def code(self, seconds=0.0):
+        return 9 if self.is_dead else super().code(seconds)
 
 
 def disagg(

@@ -1,68 +1,34 @@
 """Ranks as their coordinator sees them, and what the two say to each other."""
 
-import io
 import json
 import os
+import socket
 import sys
-import threading
 import time
-from functools import partial
-from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from planish.base.errors import ConfigError, PeerLost, PlanishError
+from planish.base.child import Channel, Child
+from planish.base.errors import ConfigError, PlanishError
 from planish.engines.config import EngineConfig
-from planish.engines.disagg import control
+from planish.engines.disagg import processes as processes_module
 from planish.engines.disagg.control import (
-    Channel,
     decode_outputs,
     decode_requests,
     encode_outputs,
     encode_request,
 )
 from planish.engines.disagg.engine import DisaggEngine
-from planish.engines.disagg.processes import Processes, beside, launch
+from planish.engines.disagg.processes import Processes, launch
 from planish.engines.disagg.rank import HeldWeights
 from planish.engines.requests import ModelRef, Output, Request, Sampling
 from planish.models.policy import save_policy
 from planish.records.rollouts import FinishReason
 from tests.contract.engines.conftest import FAMILIES
 from tests.unit.engines.tiny import qwen3_policy
-
-
-def test_messages_arrive_whole_and_in_order_until_an_end_is_closed():
-    here, there = map(Channel, Pipe())
-    messages = [{"op": "a", "text": "x" * 500_000}, {"op": "b", "numbers": [1.5, -2]}]
-    thread = threading.Thread(target=lambda: [here.send(message) for message in messages])
-    thread.start()
-    assert [there.receive(), there.receive()] == messages
-    thread.join()
-    assert not there.has_message()
-    here.close()
-    here.close()
-    with pytest.raises(PeerLost, match="has closed it"):
-        there.receive()
-    with pytest.raises(PeerLost, match="is gone"):
-        there.send({})
-    there.close()
-
-
-def test_a_peer_that_stops_within_a_message_or_does_not_read_is_lost(monkeypatch):
-    monkeypatch.setattr(control, "SEND_S", 1)
-    here, there = Pipe()
-    channel = Channel(here, receive_s=1)
-    os.write(there.fileno(), b"\0\0\0\x09{")
-    assert channel.has_message()
-    with pytest.raises(PeerLost, match="broke"):
-        channel.receive()
-    with pytest.raises(PeerLost, match="is gone"):
-        channel.send({"text": "x" * 5_000_000})
-    channel.close()
-    there.close()
 
 
 def test_requests_and_outputs_survive_the_way():
@@ -78,33 +44,37 @@ def test_requests_and_outputs_survive_the_way():
     assert again == output
 
 
-class Ended:
+class Ended(Child):
     """A process that has ended."""
 
-    pid = 0
-
-    def poll(self):
+    def code(self, seconds=0.0):
         return 0
-
-    def wait(self, timeout=None):
-        return 0
-
-    def kill(self):
-        pass
 
 
 def test_what_a_rank_says_before_its_end_is_heard():
-    here, there = Pipe()
-    processes = Processes(60.0, lambda rank: (Ended(), here))
+    here, there = map(Channel, socket.socketpair())
+    processes = Processes(60.0, lambda rank: Ended(here))
     question = processes.start(SimpleNamespace(rank=3, plain=dict))
-    rank = Channel(there)
-    rank.send({"re": rank.receive()["id"], "fault": "no such model", "lost": {}})
+    there.send({"re": there.receive(60.0)["id"], "fault": "no such model", "lost": {}})
     processes.watch(time.monotonic())
     processes.watch(time.monotonic())
     # The other end is still open: nobody waits for what it might send.
     assert processes.gather({3: question}).lost == {3: "no such model; ended with exit code 0"}
     assert 3 not in processes
-    rank.close()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_rank_that_stops_within_a_message_or_takes_none_is_lost(is_there, monkeypatch):
+    monkeypatch.setattr(processes_module, "SEND_S", 0.1)
+    monkeypatch.setattr(processes_module, "DEAD_S", 1.0)
+    here, there = map(Channel, socket.socketpair())
+    processes = Processes(60.0, lambda rank: Child(here))
+    question = processes.start(SimpleNamespace(rank=3, plain=dict))
+    there.send({"re": None, "fault": "", "lost": {"3": "of itself"} if not is_there else {}})
+    os.write(there.fileno(), b'{"re": ')
+    if is_there:
+        assert processes.tell([3], {"text": "x" * 5_000_000}) == question + 1
+    assert list(processes.gather({3: question}).lost) == [3]
 
 
 @pytest.mark.parametrize(
@@ -118,17 +88,15 @@ def test_what_a_rank_says_before_its_end_is_heard():
 def test_each_rank_sees_an_accelerator_of_its_own(device, visible, seen, monkeypatch, tmp_path):
     """A program in place of the rank tells what it sees."""
     program = tmp_path / "program"
-    program.write_text('#!/bin/sh\nprintf "%s" "$CUDA_VISIBLE_DEVICES" >&0\n')
+    program.write_text('#!/bin/sh\nprintf \'{"seen": "%s"}\\n\' "$CUDA_VISIBLE_DEVICES" >&0\n')
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    opener = beside(partial(launch, device=device))
     found = []
     for number in range(3):
-        process, end = opener(number)
-        assert process.wait(60.0) == 0
-        found.append(os.read(end.fileno(), 100).decode())
-        end.close()
+        child = launch(number, device)
+        found.append(child.ask(None, 60.0)["seen"])
+        assert child.close(60.0) == 0
     assert found == seen
 
 
@@ -144,8 +112,8 @@ def test_more_ranks_than_accelerators_are_refused(monkeypatch):
 
 def test_a_rank_tells_what_it_wants_before_it_holds_it(tmp_path):
     saved = save_policy(tmp_path.as_uri(), qwen3_policy(), version=3, parents={}, attributes={})
-    told = io.StringIO()
-    held, pin = HeldWeights(told), saved.pin()
+    told = []
+    held, pin = HeldWeights(SimpleNamespace(send=told.append)), saved.pin()
     local = held.want({"folder": "/elsewhere", "pin": pin, "version": 3})
     assert local == {"folder": str(tmp_path), "pin": pin, "version": 3}
     held.hold()
@@ -153,7 +121,7 @@ def test_a_rank_tells_what_it_wants_before_it_holds_it(tmp_path):
     with pytest.raises(PlanishError):
         held.want({"folder": "", "pin": other, "version": 4})
     assert held.want({"weights": pin, "version": 5}) == {"weights": pin, "version": 5}
-    assert [json.loads(line) for line in told.getvalue().splitlines()] == [
+    assert told == [
         {"wanted": pin, "held": "", "version": None},
         {"wanted": pin, "held": pin, "version": 3},
         {"wanted": other, "held": pin, "version": 3},

@@ -109,7 +109,7 @@ def read(*fields, **options):
 
 
 def test_rows_keep_the_columns_that_reward_functions_take_and_no_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     (tmp_path / "curated_reward.py").write_text(
         "def level(prompt, response, answer, level=1): ...\n"
         "def plain(text, truth, **columns): ...\n"

@@ -310,7 +310,7 @@ def own(tmp_path, monkeypatch):
     """A module of verifiers; its name is that of the test, since children outlive one."""
     name = f"of_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(VERIFIERS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return name
 
 

@@ -197,7 +197,7 @@ def test_bad_data_and_a_bad_verifier_end_the_run_before_it_begins(
     module = f"of_{tmp_path.name}"
     text = "def right(response, answer): return 1\ndef wrong(response, answer): return 1 / 0\n"
     (tmp_path / f"{module}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     rows = [{"prompt": "0+1=", "answer": 1}, {"prompt": "0+2=", "answer": answer}]
     data = tmp_path / "mine.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -172,7 +172,7 @@ def test_a_response_that_takes_the_verifier_too_long_is_wrong_and_ends_nothing(m
 def own_reward(tmp_path, monkeypatch, name, value, *columns):
     parameters = ", ".join(("response", "answer", *columns))
     (tmp_path / f"{name}.py").write_text(f"def reward({parameters}):\n    return {value}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return f"{name}:reward"
 
 

@@ -55,7 +55,7 @@ def test_a_shard_holds_full_mixed_groups_with_their_log_probabilities(new_run):
 
 def test_columns_of_the_prompts_reach_the_verifier_and_the_reward_stage(new_run, monkeypatch):
     run = new_run()
-    monkeypatch.setenv("PYTHONPATH", str(run.folder))
+    monkeypatch.setenv("PYTHONPATH", str(run.folder), prepend=":")
     (run.folder / "digit_reward.py").write_text(
         "def reward(response, answer, digit):\n    return float(response == digit)\n"
     )

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from planish.algorithms.base import Denominators, LossOutput
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.base.errors import ConfigError, LayoutMismatch
+from planish.base.errors import LayoutMismatch
 from planish.base.parallel import Grid
 from planish.checkpoint import train_state as checkpoint
 from planish.models.adapters import Adapters
@@ -249,12 +249,10 @@ def test_state_loads_back_with_moments_and_random_streams_and_no_weights_of_the_
     assert torch.equal(flat(again.policy), flat(trainer.policy))
 
 
-def test_a_closed_trainer_holds_no_model_and_unknown_trainers_are_refused(tiny):
+def test_a_closed_trainer_holds_no_model(tiny):
     trainer = trainer_of(tiny)
     trainer.close()
     assert not hasattr(trainer.policy, "scorer")
-    with pytest.raises(ConfigError, match="fsdp2"):
-        trainer_of(tiny, trainer="fdsp2")
 
 
 def rows_scored(trainer):
