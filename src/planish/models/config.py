@@ -41,9 +41,10 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights, and of the weights in rollout engines."""
     head_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which trainer and engines compute the LM head; float32 keeps their log-probabilities
-    closer (MiniMax-M1, arXiv 2506.13585, section 3.2) and costs time. A policy has it in its
-    config.json, from which vLLM reads it."""
+    """Type of the scores of the LM head in trainer and engines; float32 keeps log-probabilities of
+    both close (MiniMax-M1, arXiv 2506.13585, section 3.2). On accelerators it sums products of
+    numbers in `train.compute_dtype`, or in the type of an engine's weights. A policy has it in its
+    config.json; without it there the head is float32."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of low-rank adapters (LoRA), which train in place of the weights; 0 trains all
     weights. An exported policy has the adapters merged into its weights."""

@@ -497,7 +497,8 @@ def _train_demands(
         total = num_trainers(split_of(config), total) or total
         ranks = min(ranks, total)
     sharing = _sharing(config, total)
-    parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
+    parts = memory.train_parts(config, shape, sharing, on_cpu=not pod.gpus)
+    room = _room(pod, ranks, gpu_bytes)
     axes = grid_of(config)
     groups = max(1, total // (axes["tp"] * axes["pp"] * axes["cp"]))
     state, batch = memory.state_parts(config, shape, sharing), memory.batch_part(config, groups)
