@@ -215,7 +215,7 @@ GPU_1X8 = Profile(
     stages=_gpu_stages(),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
-    iterations_per_task=4,
+    iterations_per_task=8,
     env=_SCRAPED,
 )
 """One machine with eight GPUs, each of which samples and trains in turn."""

@@ -27,7 +27,7 @@ CEILINGS = {
     "checkpoint": 69_750,
     "engines": 47_250,
     "minder": 48_290,
-    "models": 14_040,
+    "models": 14_400,
     "records": 11_500,
     "run": 12_450,
     "show": 8_430,

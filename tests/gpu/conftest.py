@@ -1,28 +1,17 @@
 """Tests that need an accelerator: `python -m pytest tests/gpu`.
 
-They run with torch, transformers and the base packages alone, whole runs apart, and also under
-torch 2.11 and transformers 5.17. Figures go to `tests/benchmarks/results/gpu.json`.
+They run with torch, transformers and the base packages alone, and also under torch 2.11 and
+transformers 5.17; whole runs need kfp. Figures go to `tests/benchmarks/results/gpu.json`.
 """
 
-import functools
 import gc
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 
 from planish.base.parallel import pick_device
 from tests.benchmarks.facts import write_result
 from tests.gpu.models import DEVICE
-
-if torch.__version__ < "2.12":
-
-    @functools.wraps(varlen.varlen_attn)
-    def _grouped(*parts, enable_gqa, _plain=varlen.varlen_attn, **options):
-        # The same kernel; only the question whether heads may be grouped is newer.
-        return _plain(*parts, **options)
-
-    varlen.varlen_attn = _grouped
 
 
 def pytest_collection_modifyitems(items):

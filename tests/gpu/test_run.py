@@ -8,11 +8,6 @@ import sys
 import time
 
 import pytest
-import torch
-
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="packed rows need torch 2.12 or newer"
-)
 
 
 def run(preset, iterations, folder, *options):

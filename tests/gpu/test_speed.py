@@ -123,9 +123,8 @@ def test_a_step_takes_the_memory_that_is_planned(size, checkpointing, has_peer, 
     peak = peak_bytes()
     trainer.close()
     torch.cuda.empty_cache()
-    parts = train_parts(
-        parse_settings(config), shape_of(size.config().to_dict()), Sharing(1, 1, gathers=False)
-    )
+    shape, alone = shape_of(size.config().to_dict()), Sharing(1, 1, gathers=False)
+    parts = train_parts(parse_settings(config), shape, alone, on_cpu=False)
     planned = sum(part.num_bytes for part in parts)
     found = {
         "plan_bytes": {part.name: part.num_bytes for part in parts},

@@ -50,9 +50,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights, and of the weights in rollout engines."""
     head_dtype: Literal["float32", "bfloat16"] = setting("float32", quiet="head_dtype dtype")
-    """Type in which trainer and engines compute the LM head. float32 takes time, but keeps the
-    log-probabilities of both closer together (MiniMax-M1, arXiv 2506.13585, section 3.2). The
-    policy's config.json has the type, and vLLM reads it there."""
+    """Type of the scores of the LM head in trainer and engines. float32 keeps the log-probabilities
+    of both close together (MiniMax-M1, arXiv 2506.13585, section 3.2). On accelerators the head
+    multiplies numbers in `train.compute_dtype`, or in the type of an engine's weights, and adds
+    the products in this type. The policy's config.json has the type; without an entry it is
+    float32."""
     lora_rank: NonNegativeInt = setting(
         0,
         Needs("train.trainer", "fsdp2", "megatron trains no adapters"),

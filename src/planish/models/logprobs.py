@@ -11,19 +11,19 @@ of the state before each action as in generalised advantage estimation, arXiv 15
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from planish.models import selected_states
-from planish.models.packing import Packing, cap_attention
-from planish.models.policy import DTYPES
+from planish.models.packing import Packing, cap_attention, product_dtype
+from planish.models.policy import add_product, head_dtype, product, project
 
-TOKENS_PER_CHUNK = 1024
-"""Number of selected tokens whose logits are in memory at once."""
+TOKENS_PER_CHUNK = {"cpu": 1024, "cuda": 8192}
+"""Number of selected tokens whose logits are in memory at once, on the CPU and on accelerators."""
 
 
 class VocabularyPart(Protocol):
@@ -113,28 +113,32 @@ class TokenScorer(nn.Module):
     """A causal language model that returns log-probabilities in place of logits.
 
     Its `forward` does the whole computation, so the module can be the root of a sharded module
-    tree. The LM head runs only on the selected positions, `tokens_per_chunk` of them at a time.
+    tree. The LM head runs only on the selected positions, a chunk of them at a time.
     """
 
     def __init__(
         self,
         model: Any,
         *,
-        tokens_per_chunk: int = TOKENS_PER_CHUNK,
+        tokens_per_chunk: int | None = None,
         vocabulary: VocabularyPart | None = None,
+        compiles: bool = False,
     ) -> None:
         """Wrap a causal language model of transformers (untyped, hence Any); parameters are shared.
 
         Args:
             model: model whose LM head gives the scores of `vocabulary`.
-            tokens_per_chunk: number of selected tokens whose scores are in memory at once.
+            tokens_per_chunk: number of selected tokens whose scores are in memory at once; None
+                takes that of `TOKENS_PER_CHUNK`.
             vocabulary: part of the tokens that this process scores; None is all of them.
+            compiles: True compiles the steps between the products of the head, which then is whole.
         """
         super().__init__()
         cap_attention(model)
         self.model = model
         self.tokens_per_chunk = tokens_per_chunk
         self.vocabulary = vocabulary
+        self.compiles = compiles
 
     def forward(
         self,
@@ -160,27 +164,31 @@ class TokenScorer(nn.Module):
         body = getattr(self.model, self.model.base_model_prefix)
         hidden = hidden_before(body, input_ids, packing, select)
         targets = targets_here(input_ids, packing, select)
-        head, dtype = self.model.get_output_embeddings(), head_dtype(self.model.config)
+        config, head = self.model.config, self.model.get_output_embeddings()
         vocabulary = self.vocabulary or WholeVocabulary(head.weight.shape[0])
-        bias = getattr(head, "bias", None)
-        computation = Head(
-            self.model.config, temperature, vocabulary, self.tokens_per_chunk, with_entropy
+        dtype, is_on_cpu = head_dtype(vars(config)), hidden.device.type == "cpu"
+        computation = (fused_head() if self.compiles else Head)(
+            config,
+            temperature,
+            vocabulary,
+            self.tokens_per_chunk or TOKENS_PER_CHUNK["cpu" if is_on_cpu else "cuda"],
+            with_entropy,
+            dtype,
+            operand_dtype(dtype, hidden),
         )
+        given = [vocabulary.share(hidden), head.weight, getattr(head, "bias", None)]
+        if computation.operands == dtype:
+            given = [None if x is None else x.to(dtype) for x in given]
         apply: Any = _Scores.apply  # untyped in torch
         with torch.autocast(hidden.device.type, enabled=False):
-            logprobs, entropy = apply(
-                computation,
-                targets,
-                vocabulary.share(hidden).to(dtype),
-                head.weight.to(dtype),
-                None if bias is None else bias.to(dtype),
-            )
+            logprobs, entropy = apply(computation, targets, *given)
         return joined(logprobs, packing, select), joined(entropy, packing, select)
 
 
-def head_dtype(config: Any) -> torch.dtype:
-    """Return the type in which trainers compute the LM head for a model configuration."""
-    return DTYPES[getattr(config, "head_dtype", "float32")]
+def operand_dtype(dtype: torch.dtype, hidden: Tensor) -> torch.dtype:
+    """Return the type in which a trainer multiplies hidden states and weights for these scores."""
+    is_exact = hidden.device.type == "cpu" or dtype != torch.float32
+    return dtype if is_exact else product_dtype(hidden)
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,10 @@ class Head:
     chunk: int
     """Number of tokens whose scores are in memory at once."""
     with_entropy: bool
+    dtype: torch.dtype = torch.float32
+    """Type of the products."""
+    operands: torch.dtype = torch.float32
+    """Type of what is multiplied."""
 
     def scores(self, products: Tensor) -> Tensor:
         """Return the scores of [K, part] products of hidden states and weights, in float32."""
@@ -218,10 +230,12 @@ class Head:
 
         Returns:
             [4, k] float32: log-probabilities, entropies, the largest score, and the logarithm of
-            the
-            sum of exp(score - largest score).
+            the sum of exp(score - largest score).
         """
         part, scores = self.vocabulary, self.scores(products)
+        if torch.compiler.is_compiling():
+            # A graph would write its results back into what it is given.
+            scores = scores.clone()
         top = part.max(scores.amax(-1, keepdim=True))
         shares = scores.sub_(top).exp()
         total = part.sum(shares.sum(-1, keepdim=True))
@@ -243,14 +257,25 @@ class Head:
 
         The gradient with respect to the scores is a one-hot vector minus the softmax.
         """
-        with torch.enable_grad():
-            scores = self.scores(products.requires_grad_())
-        slopes = scores.detach() - top[:, None]
+        scores, pull = torch.func.vjp(self.scores, products)[:2]
+        slopes = scores - top[:, None]
         slopes = slopes.sub_(norm[:, None]).exp_().mul_(-gradient[:, None])
         places, is_here = self.places(targets)
         each = torch.arange(len(places), device=places.device)
         slopes[each, places] += gradient * is_here
-        return torch.autograd.grad(scores, products, slopes)[0]
+        of_products: Tensor = pull(slopes)[0]
+        return of_products
+
+
+@functools.cache
+def fused_head() -> type[Head]:
+    """Return a `Head` whose steps between products are compiled, for any number of rows."""
+
+    class FusedHead(Head):
+        measure = torch.compile(Head.measure, dynamic=True)
+        slopes = torch.compile(Head.slopes, dynamic=True)
+
+    return FusedHead
 
 
 class _Scores(torch.autograd.Function):
@@ -263,9 +288,11 @@ class _Scores(torch.autograd.Function):
     def forward(
         ctx: Any, head: Head, targets: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        ctx.types = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        hidden, weight = hidden.to(head.operands), weight.to(head.operands)
         chunks = zip(*(torch.split(x, head.chunk) for x in (hidden, targets)), strict=True)
         measured = torch.cat(
-            [head.measure(t, functional.linear(h, weight, bias)) for h, t in chunks], 1
+            [head.measure(t, project(h, weight, bias, head.dtype)) for h, t in chunks], 1
         )
         chosen, entropy, tops, norms = measured
         ctx.head = head
@@ -277,39 +304,30 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         head: Head = ctx.head
         targets, tops, norms, hidden, weight, bias = ctx.saved_tensors
-        _, _, needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        needed = ctx.needs_input_grad[2:]
         # Chunks are summed in float32, whatever the type of the products.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(x, dtype=torch.float32) if needs else None
+            for x, needs in zip((hidden, weight, bias), needed, strict=True)
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), head.chunk):
                 rows = slice(start, start + head.chunk)
-                products = functional.linear(hidden[rows], weight, bias)
+                products = project(hidden[rows], weight, bias, head.dtype)
                 per_token = targets[rows], tops[rows], norms[rows], gradient[rows]
                 slopes = head.slopes(products, *per_token)
-                if of_hidden is not None:
-                    torch.mm(slopes, weight, out=of_hidden[rows])
-                if of_weight is not None:
-                    _add_product(of_weight, slopes.mT, hidden[rows])
+                # The products of the gradients need their room.
+                del products
                 if of_bias is not None:
                     of_bias += slopes.sum(0)
-                # The next chunk needs this memory.
-                del products, slopes
-        return (
-            None,
-            None,
-            of_hidden,
-            *(None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias)),
-        )
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a float32 matrix, without a second float32 matrix of its size."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+                slopes = slopes.to(head.operands)
+                if of_hidden is not None:
+                    of_hidden[rows] = product(slopes, weight)
+                if of_weight is not None:
+                    add_product(of_weight, slopes.mT, hidden[rows])
+                del slopes
+        found = zip((of_hidden, of_weight, of_bias), ctx.types, strict=True)
+        return (None, None, *(None if total is None else total.to(kind) for total, kind in found))
 
 
 class ValueScorer(nn.Module):

@@ -193,17 +193,17 @@ def attend(
         q, k, v = (packing.context.to_heads(part, len(packing.tokens)) for part in parts)
         return packing.context.to_tokens(attend(q, k, v, replace(packing, context=None), scale))
     is_grouped = query.shape[1] != key.shape[1]
-    kind = query.dtype
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):
-        kind = torch.get_autocast_dtype("cuda")
-    if query.is_cuda and kind != torch.float32 and query.shape[2] % 8 == 0:
+    kind = product_dtype(query)
+    if has_kernel(query, kind):
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (part.to(kind) for part in parts)
         bounds, longest = packing.bounds, packing.longest
+        # torch 2.11 groups heads without being told.
+        names = varlen_attn.__code__.co_varnames
+        grouped: dict[str, Any] = {"enable_gqa": is_grouped} if "enable_gqa" in names else {}
         read = varlen_attn(
-            q, k, v, bounds, bounds, longest, longest,
-            scale=scale, window_size=(-1, 0), enable_gqa=is_grouped,
+            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped
         )  # fmt: skip
         return cast(Tensor, read)
     sizes = [rows * columns for rows, columns in packing.groups]
@@ -220,6 +220,17 @@ def attend(
         )
         found.append(read.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).index_select(0, packing.slots)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a linear layer multiplies this input."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def has_kernel(query: Tensor, kind: torch.dtype) -> bool:
+    """Return whether a kernel attends to rows of any length, with heads in this type."""
+    return query.device.type != "cpu" and kind != torch.float32 and query.shape[2] % 8 == 0
 
 
 def cap_attention(model: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import google_crc32c
 import torch
@@ -102,13 +102,53 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
 
 
 def name_head_dtype(config: Any, wanted: ModelConfig) -> None:
-    """Write the type of the LM head into a configuration of transformers, unless everything is
-    float32.
-
-    Without this entry trainers compute the head in float32, and engines in the model's type.
-    """
+    """Write the type of the LM head into a configuration of transformers, if it is set."""
     if (wanted.dtype, wanted.head_dtype) != ("float32", "float32") or hasattr(config, "head_dtype"):
         config.head_dtype = wanted.head_dtype
+
+
+def head_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of a model's scores in trainers and engines; float32 if it names none."""
+    return cast(torch.dtype, getattr(torch, config.get("head_dtype") or "float32"))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of two matrices of one type, with sums and result in float32.
+
+    Tensor cores multiply bfloat16 numbers exactly and sum in float32; on the CPU a cast does it.
+
+    Source: `LogitsProcessor._apply_head` of vLLM 0.32.
+    """
+    if left.device.type == "cpu" or left.dtype == torch.float32:
+        return left.float() @ right.float()
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of two matrices to a float32 matrix; float32 operands need no other matrix."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += product(left, right)
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the scores of hidden states in `dtype`.
+
+    Args:
+        hidden: [K, H].
+        weight: [V, H]; operands of bfloat16 stay so under float32 scores.
+        bias: [V], or None.
+        dtype: result of `head_dtype`.
+
+    Returns:
+        [K, V] in `dtype`.
+    """
+    bias = None if bias is None else bias.to(dtype)
+    if dtype == torch.float32 and hidden.dtype == weight.dtype != dtype:
+        scores = product(hidden, weight.mT)
+        return scores if bias is None else scores + bias
+    return functional.linear(hidden.to(dtype), weight.to(dtype), bias)
 
 
 class TypedHead(nn.Linear):
@@ -118,19 +158,18 @@ class TypedHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the scores of [..., H] hidden states in the head's type."""
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        return functional.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+        scores = project(hidden.flatten(0, -2), self.weight, self.bias, self.dtype)
+        return scores.view(*hidden.shape[:-1], -1)
 
 
 def _type_head(model: Any) -> None:
-    """Let the LM head compute in the type that its configuration names, if it names one."""
-    dtype = DTYPES.get(str(getattr(model.config, "head_dtype", "")))
+    """Let the LM head compute in the type of its configuration."""
     head = model.get_output_embeddings()
-    if dtype is not None and type(head) is nn.Linear:
+    if type(head) is nn.Linear:
         # A class, other than a hook, is kept in copies of the model.
         head.__class__ = TypedHead
         typed: Any = head
-        typed.dtype = dtype
+        typed.dtype = head_dtype(vars(model.config))
 
 
 def load_policy(

@@ -47,14 +47,18 @@ def test_a_width_of_heads_that_the_kernels_lack_is_refused():
     assert "got 16 for vLLM on the CPU; take the engine `transformers`" in text
 
 
-@pytest.mark.parametrize("head", ["float32", "bfloat16"])
-def test_the_head_computes_in_the_type_that_the_policy_names(head):
+@pytest.mark.parametrize("head", ["float32", "bfloat16", None])
+def test_the_head_computes_in_the_type_that_the_policy_names_or_in_float32(head):
     policy = qwen3_policy(dtype="bfloat16")
-    policy.model.config.head_dtype = head
+    if head:
+        policy.model.config.head_dtype = head
     engine = VllmEngine(max_rows=2, config=SMALL)
     with engine:
         engine.start(ModelRef(policy=policy))
-        assert engine.apply(lambda model: model.logits_processor.head_dtype) == DTYPES[head]
+        assert (
+            engine.apply(lambda model: model.logits_processor.head_dtype)
+            == DTYPES[head or "float32"]
+        )
 
 
 def test_a_device_that_this_build_is_not_for_is_refused():

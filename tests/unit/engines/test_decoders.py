@@ -103,10 +103,11 @@ def test_half_precision_gives_nearly_the_log_probabilities_of_single_precision()
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("head", ["float32", "bfloat16"])
-def test_the_head_computes_in_the_type_that_the_policy_names(tmp_path, fused, head):
+@pytest.mark.parametrize("head", ["float32", "bfloat16", None])
+def test_the_head_computes_in_the_type_that_the_policy_names_or_in_float32(tmp_path, fused, head):
     policy = qwen3_policy(dtype="bfloat16")
-    policy.model.config.head_dtype = head
+    if head:
+        policy.model.config.head_dtype = head
     pin = save_policy(f"file://{tmp_path}/p", policy, version=0, parents={}, attributes={}).pin()
     engine = TransformersEngine(max_rows=2, fused=fused)
     engine.start(ModelRef(pin=pin))
@@ -116,7 +117,7 @@ def test_the_head_computes_in_the_type_that_the_policy_names(tmp_path, fused, he
     ids, where, bias = torch.tensor([5, 6]), torch.zeros_like(rows), torch.zeros(2, 1)
     with torch.inference_mode():
         logits = decoder.decode(ids, where, rows * decoder.cache.width, bias)
-    assert logits.dtype == DTYPES[head]
+    assert logits.dtype == DTYPES[head or "float32"]
 
 
 def test_a_model_with_state_space_layers_is_refused():

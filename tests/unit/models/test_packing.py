@@ -6,6 +6,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planish.models.logprobs import hidden_before
@@ -139,3 +140,19 @@ def test_decoders_whose_attention_looks_elsewhere_are_left_as_they_are(family):
     before = body.config._attn_implementation
     assert not pack_attention(body)
     assert body.config._attn_implementation == before
+
+
+def test_a_kernel_that_groups_heads_untold_is_not_told(monkeypatch):
+    """As that of torch 2.11; on the device `meta`, which takes the way of accelerators."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    seen = []
+
+    def kernel(q, k, v, starts, ends, longest, most, *, scale, window_size):
+        seen.append((k.shape[1], window_size))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    packing = pack_rows(LENGTHS, 13).to(torch.device("meta"))
+    parts = (torch.empty(41, n, 8, dtype=torch.bfloat16, device="meta") for n in (4, 2, 2))
+    assert attend(*parts, packing).shape == (41, 4, 8)
+    assert seen == [(2, (-1, 0))]

@@ -18,10 +18,11 @@ from planish.models.critic import (
     open_critic_model,
     random_critic,
 )
-from planish.models.logprobs import ValueScorer, head_dtype
+from planish.models.logprobs import ValueScorer
 from planish.models.policy import (
     DTYPES,
     build_policy,
+    head_dtype,
     load_model,
     load_policy,
     name_head_dtype,
@@ -102,7 +103,7 @@ def test_a_policy_names_the_type_of_its_head_and_copies_of_it_compute_in_it(
     states = model.model(input_ids=ids).last_hidden_state
     wanted = functional.linear(*(x.to(DTYPES[head]) for x in (states, model.lm_head.weight)))
     assert torch.equal(model(input_ids=ids).logits, wanted)
-    assert head_dtype(model.config) == DTYPES[head]
+    assert head_dtype(vars(model.config)) == DTYPES[head]
 
 
 def test_saved_policy_loads_with_equal_weights_and_tokens(tmp_path):

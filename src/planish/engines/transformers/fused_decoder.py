@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from planish.engines.transformers.kv_cache import KeyValueCache
-from planish.models.policy import DTYPES
+from planish.models.policy import head_dtype, project
 
 FAMILIES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -184,7 +184,7 @@ class FusedDecoder:
         self._config = config
         self._embedding = tensors["model.embed_tokens.weight"]
         self._head = tensors.get("lm_head.weight", self._embedding)
-        self._head_dtype = DTYPES.get(str(config.get("head_dtype")), self._head.dtype)
+        self._head_dtype = head_dtype(config)
         self._last_norm = tensors["model.norm.weight"]
         self._eps: float = config["rms_norm_eps"]
         self._eps_tensor = torch.tensor(self._eps)
@@ -280,5 +280,4 @@ class FusedDecoder:
             weights = torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
             attended = torch.bmm(weights, all_values.flatten(0, 1))
             x = self._finish(layer, x, attended.reshape(num, -1))
-        x = self._norm(x, self._last_norm).to(self._head_dtype)
-        return functional.linear(x, self._head.to(self._head_dtype))
+        return project(self._norm(x, self._last_norm), self._head, None, self._head_dtype)

@@ -54,6 +54,7 @@ from planish.engines.weights import (
 )
 from planish.models.experts import is_expert, num_experts, routing_dtype
 from planish.models.headers import context_tokens, dtype_name
+from planish.models.policy import head_dtype
 from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,8 @@ class VllmEngine(BaseEngine):
             "load_format": self._load_format,
             "generation_config": "vllm",
             "dtype": dtype_name(model_config),
+            # Without it vLLM would compute the LM head in the type of the model.
+            "hf_overrides": {"head_dtype": str(head_dtype(model_config)).removeprefix("torch.")},
             "max_model_len": self.max_model_len,
             "max_num_seqs": self._max_rows,
             "max_num_batched_tokens": batch_tokens or None,

@@ -489,7 +489,8 @@ def _train_demands(
     model_ranks = train.tensor_parallel * train.pipeline_parallel * train.context_parallel
     batch = memory.batch_part(config, max(1, total // model_ranks))
     state = memory.state_parts(config, shape, sharing)
-    parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, requests.gpu_bytes)
+    parts = memory.train_parts(config, shape, sharing, on_cpu=not pod.gpus)
+    room = _room(pod, ranks, requests.gpu_bytes)
     host = state if train.offload else []
     if not pod.gpus:
         parts = [*host, *parts, batch]

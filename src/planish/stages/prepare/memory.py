@@ -22,10 +22,11 @@ from planish.models.shapes import ModelShape
 Config = SimpleNamespace
 """The sections of a configuration by name, of `planish.base.config.parse_settings`."""
 
-LOGIT_CHUNK = 1024
+LOGIT_CHUNK = {"cpu": 1024, "cuda": 8192}
 """Tokens whose logits exist at once: `planish.models.logprobs.TOKENS_PER_CHUNK`."""
 LOGIT_BYTES = 8
-"""Bytes of each logit with its gradient; a temperature other than 1 makes a copy of both."""
+"""Bytes of each logit with its gradient; a temperature other than 1 makes a copy of both. Sums of
+bfloat16 products add a gradient in bfloat16."""
 DRAWN_LOGIT_BYTES = 32
 """Bytes of each logit in the sampler of `transformers`: in the model's type, in float32, as
 log-probability, as probability, and two float64 values of the cumulative sum."""
@@ -98,20 +99,33 @@ class Precision:
     """1 if each matrix product makes a copy of its input (autocast), else 0."""
     head: int = 4
     """Gathered embedding and LM head."""
+    logit: int = LOGIT_BYTES
 
     @classmethod
-    def of(cls, compute_dtype: str, *, gathers: bool, head_dtype: str = "float32") -> Precision:
-        """Return the precision of a trainer: gathered weights are bfloat16, others use autocast."""
+    def of(
+        cls, compute_dtype: str, *, gathers: bool, head_dtype: str = "float32", on_cpu: bool = True
+    ) -> Precision:
+        """Return the precision of a trainer: gathered weights are bfloat16, others use autocast.
+
+        A head of float32 multiplies float32 numbers on the CPU alone.
+        """
         if compute_dtype == "float32":
             return cls(4, 4, 0)
-        return cls(2, 2, 0, 4 if head_dtype == "float32" else 2) if gathers else cls(2, 4, 1)
+        is_wide = head_dtype == "float32"
+        logit = LOGIT_BYTES + 2 * (is_wide and not on_cpu)
+        if gathers:
+            return cls(2, 2, 0, 4 if is_wide and on_cpu else 2, logit)
+        return cls(2, 4, 1, logit=logit)
 
 
-def kept_by_layer(shape: ModelShape, precision: Precision, context: int = 1) -> int:
+def kept_by_layer(
+    shape: ModelShape, precision: Precision, context: int = 1, *, compiled: bool = False
+) -> int:
     """Return the bytes per token that one layer keeps for its backward pass.
 
     With `context` ranks that share the tokens, each keeps its heads for all tokens, at least one
-    key-value head, and a second copy of the attention output for its own tokens.
+    key-value head, and a second copy of the attention output for its own tokens. A `compiled` layer
+    keeps no result of steps between matrix products.
 
     Example:
         >>> from planish.models.shapes import known_shape
@@ -129,7 +143,12 @@ def kept_by_layer(shape: ModelShape, precision: Precision, context: int = 1) -> 
     attention = 2 * wide * (heads + repeated) + 4 * shape.num_heads
     attention += wide * shape.q_size if context > 1 else 0
     if shape.has_qk_norm:
-        attention += (4 + wide) * heads + 4 * (shape.num_heads + shape.num_kv_heads)
+        attention += (4 * (not compiled) + wide) * heads
+        attention += 4 * (shape.num_heads + shape.num_kv_heads)
+    if compiled:
+        # Input and output of attention, and the scales of both norms; gate and up.
+        residual = (stream + wide) * width + 8
+        return residual + attention + 2 * wide * shape.intermediate_size
     # Gate, activated gate, up, and their product.
     feed_forward = 4 * wide * shape.intermediate_size * shape.experts_per_token
     return norms + inputs + attention + feed_forward
@@ -172,13 +191,16 @@ def tokens_of_rank(config: Config) -> int:
     return max(own, int(train.tokens_per_microbatch))
 
 
-def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
+def train_parts(
+    config: Config, shape: ModelShape, sharing: Sharing, *, on_cpu: bool
+) -> list[MemoryPart]:
     """Return the memory of one training process on its device at the peak of a step."""
     train, rollout = config.train, config.rollout
     precision = Precision.of(
         train.compute_dtype,
         gathers=sharing.gathers,
         head_dtype=config.model.head_dtype,
+        on_cpu=on_cpu,
     )
     held = state_parts(config, shape, sharing)
     if train.offload:
@@ -188,7 +210,9 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
     tokens = tokens_of_rank(config)
     # With sequence parallelism each rank keeps its part of a layer (Korthikanti et al., eq. 4).
     parts_of_tokens = train.tensor_parallel if train.sequence_parallel else 1
-    each = layer = kept_by_layer(shape, precision, train.context_parallel)
+    is_compiled = train.compile and train.trainer == "fsdp2" and train.context_parallel == 1
+    is_compiled = is_compiled and not shape.num_experts
+    each = layer = kept_by_layer(shape, precision, train.context_parallel, compiled=is_compiled)
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     each = layer = layer // parts_of_tokens + scores_of_layer(shape, longest)
     why, again = "no checkpointing", 0
@@ -197,7 +221,7 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
         why, again = "their inputs", tokens * layer
     how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, {why}"
     busiest = [
-        logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK), rollout.temperature),
+        logits_moment(shape, precision, sharing, tokens, rollout.temperature, on_cpu=on_cpu),
         layer_moment(shape, precision, sharing, again, tokens),
     ]
     return [
@@ -245,7 +269,7 @@ def cold_start_parts(
     layer = kept_by_layer(shape, precision) + scores_of_layer(shape, longest)
     how = f"{sft.traces_per_minibatch} traces x {longest:,} tokens x {shape.layers} layers x "
     busiest = [
-        logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK)),
+        logits_moment(shape, precision, alone, tokens, on_cpu=on_cpu),
         layer_moment(shape, precision, alone, 0, tokens),
     ]
     probed = with_share(config, sft.probe_memory_share) if config.engine.name == "vllm" else config
@@ -276,14 +300,21 @@ def _gathered_outer(shape: ModelShape, precision: Precision) -> int:
     FSDP2 keeps them gathered from the forward pass to the end of the backward pass.
     """
     outside = shape.parameters - shape.layers * shape.layer_parameters
-    return precision.head * (outside + shape.embedding_parameters)
+    return precision.head * outside + 4 * shape.embedding_parameters
 
 
 def logits_moment(
-    shape: ModelShape, precision: Precision, sharing: Sharing, chunk: int, temperature: float = 1.0
+    shape: ModelShape,
+    precision: Precision,
+    sharing: Sharing,
+    tokens: int,
+    temperature: float = 1.0,
+    *,
+    on_cpu: bool,
 ) -> MemoryPart:
-    """Return the memory of the LM head while it scores a chunk of tokens."""
-    each = LOGIT_BYTES * (1 if temperature == 1.0 else 2)
+    """Return the memory of the LM head while it scores a chunk of the tokens."""
+    chunk = min(tokens, LOGIT_CHUNK["cpu" if on_cpu else "cuda"])
+    each = precision.logit * (1 if temperature == 1.0 else 2)
     logits = each * chunk * shape.vocab_size
     how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {each} B"
     copies = 0

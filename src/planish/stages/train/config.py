@@ -25,7 +25,8 @@ PLACEMENT = (
     *("trainer", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel"),
     *("context_parallel", "replicas", "offload"),
     *("num_processes", "num_nodes", "split", "launcher", "queue", "device", "num_threads"),
-    *("tokens_per_microbatch", "packing", "activation_checkpointing", "timeout_seconds"),
+    *("tokens_per_microbatch", "packing", "activation_checkpointing", "compile"),
+    "timeout_seconds",
 )
 """Settings of `TrainConfig` that distribute the work over ranks. They change results by rounding
 only, so the digest of a run leaves them out."""
@@ -137,6 +138,10 @@ class TrainConfig(Section):
     attention never crosses them. Decoders whose attention can not be told so are padded."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
+    compile: bool = setting(False, quiet="compile")
+    """Fuse the steps between matrix products by torch.compile, in the LM head and, with
+    `context_parallel = 1`, in dense decoder layers, which then keep half of the memory without
+    checkpointing. The first step takes a minute longer. The trainer `fsdp2` alone does it."""
     replay_routing: bool = setting(False, RETURNS_EXPERTS, quiet="replay_routing")
     """Send each token to the experts that the engine sent it to, in every forward pass of the
     policy; their weights come from the present router. The rollouts then keep these experts, as

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from planish.base.errors import ConfigError
 from planish.base.parallel import Grid, data_mesh, neighbours
 from planish.models.critic import Critic
-from planish.models.logprobs import TokenScorer, ValueScorer, head_dtype
+from planish.models.experts import num_experts
+from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.lora import plain_name
 from planish.models.packing import Context, pack_attention
+from planish.models.policy import head_dtype
 from planish.models.routing import replay_in
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.sharded_model import Micro
@@ -70,7 +72,12 @@ class Fsdp2Sharding:
             )
             for layer in decoder_layers(body):
                 layer.training = True
-        scorer: nn.Module = ValueScorer(model) if is_critic else TokenScorer(model)
+        if config.compile and self.context is None and not num_experts(body.config.to_dict()):
+            for layer in decoder_layers(body):
+                # Not the module: hooks that measure and gather are no part of a graph.
+                layer.forward = torch.compile(layer.forward, dynamic=True)
+        scorer: nn.Module
+        scorer = ValueScorer(model) if is_critic else TokenScorer(model, compiles=config.compile)
         self.scorer = scorer
         self.is_sharded = grid.ranks.size > 1 or config.offload
         if self.is_sharded:
@@ -113,10 +120,12 @@ class Fsdp2Sharding:
         for layer in decoder_layers(body):
             fully_shard(layer, **options)
         scorer = self.scorer
-        if isinstance(scorer, TokenScorer) and head_dtype(scorer.model.config) == torch.float32:
-            # Head and embedding (one matrix if tied) stay in float32; layers cast their own inputs.
-            options.pop("mp_policy", None)
-        fully_shard(self.scorer, **options)
+        if isinstance(scorer, TokenScorer) and self.device.type == "cpu":
+            dtype = head_dtype(vars(scorer.model.config))
+            if dtype == torch.float32:
+                # Head and embedding (one matrix if tied) stay in float32; layers cast their inputs.
+                options.pop("mp_policy", None)
+        fully_shard(scorer, **options)
 
     def run(
         self,

@@ -398,9 +398,17 @@ def build_critic(
 
 
 def set_up_torch(config: TrainConfig, device: torch.device) -> None:
-    """Set the process-wide switches: threads and deterministic kernels."""
+    """Set the process-wide switches: threads, compiler and deterministic kernels."""
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads)
+    if config.compile:
+        from torch._functorch import config as graphs
+        from torch._inductor import config as kernels
+
+        # Steps between matrix products are computed again in place of keeping their results.
+        graphs.ban_recompute_materialized_backward = False
+        # An import of vLLM leaves one thread to all compilers of a process.
+        kernels.compile_threads = len(os.sched_getaffinity(0))
     if config.deterministic:
         # With `warn_only` attention stays nondeterministic on CUDA; cuBLAS needs this variable.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

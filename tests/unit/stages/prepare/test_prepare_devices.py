@@ -82,7 +82,7 @@ def test_the_engine_says_how_many_tokens_its_cache_holds():
     # 28 layers x 4 heads x 128 numbers x keys and values x 2 bytes
     left = int(0.77 * 80 * 10**9)
     assert cache.num_bytes // 57_344 == (left - weights.num_bytes - forward.num_bytes) // 57_344
-    assert "751,647 tokens x 57,344 B, room for 73.4 of the longest responses" in cache.how
+    assert "763,834 tokens x 57,344 B, room for 74.6 of the longest responses" in cache.how
     apart = demands(config, find_shape(config), requests_apart("gpu-16x8"))[2]
     assert apart.room_bytes == 68 * 10**9
 
@@ -120,12 +120,12 @@ def test_nothing_is_known_of_the_pods_of_a_run_on_this_machine():
     ("preset", "overrides", "told"),
     [
         (
-            "dapo-qwen2.5-7b",
+            "vapo-qwen2.5-7b",
             "train.activation_checkpointing=false",
             "are activations kept; set `train.activation_checkpointing=true`, set",
         ),
         ("dapo-qwen2.5-7b", "model.path=Qwen/Qwen2.5-32B", "set `train.offload=true`, lower"),
-        ("dapo-qwen2.5-7b", "train.replicas=8", "moments, float32; lower `train.replicas`, set"),
+        ("vapo-qwen2.5-7b", "train.replicas=8", "moments, float32; lower `train.replicas`, set"),
         ("vapo-qwen2.5-7b", "train.offload=true model.path=Qwen/Qwen2.5-72B", "the host memory"),
         ("dapo-qwen2.5-7b", "model.path=Qwen/Qwen2.5-72B", "`rollout` must fit in the 762.9 MiB"),
         ("dapo-qwen2.5-7b", "engine.memory_share=0.2", "raise `engine.memory_share`, lower"),
@@ -342,10 +342,9 @@ def test_offload_and_replicas_say_where_the_state_lies():
     _, found = planned("engine.tensor_parallel=4 train.replicas=4", "gpu-16x8")
     parts = found["train", "each of 128 GPUs"]
     assert sum(part.num_bytes for part in parts[:3]) == pytest.approx(state / 32, abs=128)
-    # Embedding, head and its gradient are whole on each GPU, in the type of the head.
+    # Embedding and head are whole on each GPU in bfloat16, whatever the type of the scores.
     half = "engine.tensor_parallel=4 train.replicas=4 model.head_dtype=bfloat16"
-    less = planned(half, "gpu-16x8")[1]["train", "each of 128 GPUs"][-1]
-    assert parts[-1].num_bytes - less.num_bytes == 2 * (3 * 152_064 + 1) * 5120
+    assert planned(half, "gpu-16x8")[1]["train", "each of 128 GPUs"][-1] == parts[-1]
     shape, found = planned("train.offload=true", "gpu-4x8", shape_of(EXPERTS))
     assert not any("masters" in part.name for part in found["train", "each of 32 GPUs"])
     host = found["train", "the host memory"]
@@ -406,7 +405,9 @@ def test_ranks_that_share_tokens_keep_their_part_of_the_activations(checkpointin
 
 def test_ranks_that_share_rows_hold_their_part_of_a_long_response():
     def planned(ranks):
-        overrides = f"rollout.max_response_tokens=98304 train.context_parallel={ranks}"
+        overrides = f"rollout.max_response_tokens=98304 train.context_parallel={ranks} "
+        overrides += "train.activation_checkpointing=true train.tokens_per_microbatch=24576 "
+        overrides += "train.compile=false"
         config = configured("dapo-qwen2.5-7b", overrides)
         return demands(config, find_shape(config), profile_requests(GPUS))[0]
 

@@ -194,7 +194,7 @@ def test_scores_are_planned_in_training_cold_start_and_prompts_of_gemma_2():
         ]
         return sizes[0] - sizes[1]
 
-    more = total(train_parts, Sharing(1, 1, gathers=False))
+    more = total(train_parts, Sharing(1, 1, gathers=False), on_cpu=True)
     tokens = config.train.tokens_per_microbatch
     assert more == tokens * capped.layers * 8 * capped.num_heads * columns
     assert total(cold_start_parts, 1 << 34, on_cpu=True) > more
@@ -290,7 +290,9 @@ def test_a_step_takes_the_memory_that_is_planned(vocabulary, busiest, checkpoint
         trainer.step(batch, mask, score, loss, learning_rate=1e-6)
     parts = {
         part.name: part.num_bytes
-        for part in train_parts(config, shape_of(hf.to_dict()), Sharing(1, 1, gathers=False))
+        for part in train_parts(
+            config, shape_of(hf.to_dict()), Sharing(1, 1, gathers=False), on_cpu=True
+        )
     }
     held = parts.pop("weights, float32 masters") + parts.pop("AdamW moments, float32")
     assert held == pytest.approx(sum(x.untyped_storage().nbytes() for x in state), rel=0.01)
