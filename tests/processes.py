@@ -3,9 +3,12 @@
 import contextlib
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from planish.store.processes import process_line
 
@@ -38,6 +41,12 @@ def wait_until_none(folder: Path, seconds: float) -> None:
             Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in found
         ]
         time.sleep(0.1)
+
+
+def python(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python to its end; return its exit code and what it has printed."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def below(pid: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Kill or stop ranks at random moments while they serve requests.
 
 `python -m tests.integration.kill_ranks --rounds 20 --engine disagg vllm_disagg` prints a row for
-each round, and for each engine and transport what failed as JSON; `--seed` repeats the moments.
+each round, and what failed; `--seed` repeats the moments.
 What is hit is an attention rank or an expert rank, by SIGKILL, or by SIGSTOP with a SIGCONT some
 seconds later, before or after the others give it up. Requests must give the tokens of the plain
 model, as many as they have.
@@ -9,12 +9,9 @@ model, as many as they have.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -37,8 +34,7 @@ from planish.engines.requests import ModelRef, Output, Request
 from planish.models.policy import Policy
 from planish.records.rollouts import FinishReason
 from planish.store.processes import process_start
-from tests.integration import kill_rollout
-from tests.integration.kill_rollout import RENDEZVOUS, Held
+from tests.integration.kills import RENDEZVOUS, Held, make_scratch, parser, play_rounds
 from tests.processes import below, marked, marks, wait_until_none
 from tests.unit.engines.disagg.instances import moe_policy
 from tests.unit.engines.tiny import qwen3_policy, request, start
@@ -142,7 +138,7 @@ def engine_table(engine: str, transport: str) -> dict[str, Any]:
 def own_place(folder: Path) -> Iterator[Path]:
     """Let this process and its children be found by a folder, and use one for temporary files."""
     scratch = folder / "tmp"
-    kill_rollout.make_scratch(scratch)
+    make_scratch(scratch)
     with (
         patch.dict(os.environ, {**marks(folder), "TMPDIR": str(scratch)}),
         patch.object(tempfile, "tempdir", str(scratch)),
@@ -187,7 +183,7 @@ class Service:
 
     def play(self, disturbance: Disturbance, folder: Path) -> str:
         """Serve all requests while a rank is hit; check each output, and return what was seen."""
-        held = Held(kill_rollout.shared_memory())
+        held = Held()
         with own_place(folder) as scratch:
             config = EngineConfig(**engine_table(self.engine, self.transport))
             engine = DisaggEngine(max_rows=ROWS, config=config, timeout_s=WAIT_S)
@@ -293,50 +289,38 @@ def sweep(
     folder: Path,
     *,
     rehearse: bool = True,
-) -> dict[str, Any]:
+) -> list[str]:
     """Play rounds with one engine over one transport in an empty folder; return what failed.
 
     With `rehearse` it sees how long undisturbed requests take; else some seconds are taken for it.
     """
-    began, failures = time.monotonic(), []
     service = Service.of(engine, transport, folder / "service", rehearse=rehearse)
-    for number in range(num_rounds):
-        rng = random.Random(f"{seed} {engine} {number}")
-        place = folder / f"round-{number}"
+
+    def play_round(number: int, place: Path, rng: random.Random) -> str:
         disturbance = Disturbance.draw(rng, service.start_s, service.work_s)
         try:
-            seen = service.play(disturbance, place)
+            return f"{disturbance}  {service.play(disturbance, place)}"
         except AssertionError as error:
-            seen = f"WRONG: {error}"
-            failures.append(f"round {number} {disturbance}: {error}")
-        shutil.rmtree(place, ignore_errors=True)
-        seconds = time.monotonic() - began
-        place = f"{engine}  {transport:7}  {number:3}"
-        print(f"{seconds:6.0f} s  {place}  {disturbance}  {seen}", flush=True)
-    told = {"engine": engine, "transport": transport, "seed": seed}
-    return {**told, "rounds": num_rounds, "failures": failures}
+            raise AssertionError(f"{disturbance}: {error}") from error
+
+    return play_rounds(f"{engine} {transport}", num_rounds, seed, folder, play_round)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play all rounds, print what was found, and return 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="for each engine and transport")
-    parser.add_argument(
-        "--engine", nargs="+", choices=sorted(APART), help="default: all that are here"
-    )
-    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    given = parser.parse_args(arguments)
+    options = parser(__doc__)
+    options.add_argument("--engine", nargs="+", choices=sorted(APART), help="default: all here")
+    options.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    given = options.parse_args(arguments)
     engines = given.engine or (sorted(APART) if find_spec("vllm") else ["disagg"])
     # What an engine says of a lost rank stands in the table.
     logging.getLogger("planish").setLevel(logging.CRITICAL)
-    has_failed = False
+    failures = []
     for engine, transport in product(engines, given.transport):
         with tempfile.TemporaryDirectory() as folder:
-            told = sweep(engine, transport, given.rounds, given.seed, Path(folder))
-        print(json.dumps(told, indent=1), flush=True)
-        has_failed |= bool(told["failures"])
-    return int(has_failed)
+            failures += sweep(engine, transport, given.rounds, given.seed, Path(folder))
+    print(f"seed {given.seed}, rounds with faults: {len(failures)}", *failures, sep="\n")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """Kill a shard of the rollout stage at random moments until it ends by itself; check what is left.
 
 `python -m tests.integration.kill_rollout --rounds 20 --engine transformers vllm` prints a line for
-each round, and for each engine its counts as JSON. Rounds alternate between whole responses and
+each round, and what failed. Rounds alternate between whole responses and
 windows; `--seed` repeats the moments. A shard is one process as a pipeline starts it, killed with
 its whole process group, or by the death of one process that it has started.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import getpass
-import json
 import os
 import random
 import re
@@ -23,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,8 +35,9 @@ from planish.records.io import read_manifest, read_set
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.store.file import TEMPORARY
 from tests.integration import programs, runs
+from tests.integration.kills import RENDEZVOUS, Held, make_scratch, parser, play_rounds
 from tests.integration.programs import Program
-from tests.processes import below, marked, marks, shared_memory_of, wait_until_none
+from tests.processes import below, marked, marks, wait_until_none
 from tests.unit.stages.rollout.stage_run import ROLLOUT, Run, after_iteration, write_template
 
 SPACES = 100
@@ -60,20 +58,10 @@ ROWS = {"transformers": 4, "vllm": 12}
 ROW_STEPS = 1440
 """Tokens from one commit to the next."""
 ENGINE_TABLES = {"vllm": {"name": "vllm", "cache_bytes": 16 << 20}}
-RENDEZVOUS = "vllm_dist_"
-"""How temporary files of vLLM begin that it removes at its end, and so not when it is killed."""
 LONGEST_SECONDS = 300.0
 """Of one attempt, however slow the machine."""
 PAUSE_SECONDS = 0.2
 """Between two looks at what the processes of an attempt hold."""
-
-
-def make_scratch(folder: Path) -> None:
-    """Make a folder for temporary files, but for what torch compiles, which programs share."""
-    folder.mkdir(parents=True)
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    compiled.mkdir(exist_ok=True)
-    (folder / compiled.name).symlink_to(compiled)
 
 
 @dataclass(frozen=True)
@@ -200,45 +188,6 @@ def responses(rollouts: RolloutSet) -> dict[Key, Response]:
     return found
 
 
-@dataclass
-class Held:
-    """What processes have had: shared memory, and sockets by inode."""
-
-    before: set[str]
-    memory: set[str] = field(default_factory=set)
-    sockets: set[str] = field(default_factory=set)
-
-    def look(self, pids: Sequence[int]) -> None:
-        """Note what processes have now."""
-        self.memory |= shared_memory_of(pids)
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                for path in Path(f"/proc/{pid}/fd").iterdir():
-                    with contextlib.suppress(OSError):
-                        target = os.readlink(path)
-                        self.sockets |= set(re.findall(r"^socket:\[(\d+)\]", target))
-
-    def left(self) -> list[str]:
-        """Return what is still there although its processes have ended."""
-        memory = [name for name in self.memory - self.before if Path(name).exists()]
-        return sorted([*memory, *(f"socket {one}" for one in self.sockets & listening())])
-
-
-def shared_memory() -> set[str]:
-    """Return the files of shared memory of this machine."""
-    return {str(path) for path in Path("/dev/shm").iterdir()}
-
-
-def listening() -> set[str]:
-    """Return the inodes of the TCP sockets of this machine that listen."""
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            found |= {words[9]} if words[3] == "0A" else set()
-    return found
-
-
 class Round:
     """Attempts at one shard, and what they have left on the way."""
 
@@ -246,17 +195,14 @@ class Round:
         """Bind the shard; nothing is started."""
         self.shard = shard
         self.counts: Counter[str] = Counter()
-        self.moments: list[float] = []
-        self._held = Held(shared_memory())
+        self._held = Held()
         self._digests: dict[str, str] = {}
         self._committed: dict[Key, Response] = {}
 
     def attempt(
         self,
         seconds: float = LONGEST_SECONDS,
-        *,
         strike: Callable[[list[int]], object] | None = None,
-        since: str = "",
     ) -> int | None:
         """Let the stage run so long, then kill it; return the exit code of one that ended.
 
@@ -264,22 +210,13 @@ class Round:
             seconds: until the kill.
             strike: takes the processes that the stage has started and does harm to one of them;
                 None kills all, the stage included.
-            since: the seconds count from the moment when the log has these words.
         """
         process = self.shard.start()
-        before, num_resumed = {*self.shard.scratch.iterdir()}, len(self.resumed())
-        end = time.monotonic() + LONGEST_SECONDS
-        code = None
-        while since and since not in self.shard.log() and code is None:
-            assert time.monotonic() < end, f"no {since!r} in " + self.shard.log()[-3000:]
-            code = self._watch(process, PAUSE_SECONDS / 4)
-        code = self._watch(process, seconds) if code is None else code
+        before = {*self.shard.scratch.iterdir()}
+        code = self._watch(process, seconds)
         assert code is not None or seconds < LONGEST_SECONDS, "it hangs" + self.shard.log()[-3000:]
         if code is None:
             self.counts["kills"] += 1
-            begun = self.shard.commits().keys() - self._digests.keys()
-            begun = begun or len(self.resumed()) > num_resumed
-            self.counts["kills while it samples"] += bool(begun) and not self.shard.is_written()
             children = below(process.pid) if strike else []
             if strike and children:
                 self.counts["kills of a child alone"] += 1
@@ -294,14 +231,8 @@ class Round:
         left = [path.name for path in {*self.shard.scratch.iterdir()} - before]
         ours = [name for name in left if code is not None or not name.startswith(RENDEZVOUS)]
         assert not ours, f"{ours} are left in the temporary folder"
-        self.counts["files that vLLM left when it was killed"] += len(left)
         self._check_commits()
         return code
-
-    def resumed(self) -> list[tuple[int, int]]:
-        """Return how many commits and tokens each attempt has read that found some."""
-        lines = re.findall(r"resumed commits=(\d+) groups=\d+ tokens=(\d+)", self.shard.log())
-        return [(int(commits), int(tokens)) for commits, tokens in lines]
 
     def _watch(self, process: subprocess.Popen, seconds: float) -> int | None:
         """Return the exit code of a process that ends in time, else None."""
@@ -373,9 +304,6 @@ class Undisturbed:
     """From the start of its process to the end."""
     digests: dict[str, str]
     """Of all sets below its root."""
-    num_commits: int
-    num_tokens: int
-    sample_seconds: float
 
 
 def prepare(template: Path, folder: Path, engine: str, setting: str, rows: int) -> Undisturbed:
@@ -396,12 +324,7 @@ def prepare(template: Path, folder: Path, engine: str, setting: str, rows: int) 
     assert one.attempt() == 0, done.log()[-3000:]
     seconds = time.monotonic() - began
     one.check_end(done)
-    _, facts = done.read(layout.rollouts(done.root, done.number, 0))
-    metrics = facts["metrics"]
-    commits = int(metrics["decode_iterations"]) // changes["commit_steps"]
-    tokens = int(metrics["num_generated_tokens"])
-    timing = json.loads((done.folder / "out" / "metrics").read_text())["sample_seconds"]
-    return Undisturbed(shard, done, seconds, runs.digests(done.root), commits, tokens, timing)
+    return Undisturbed(shard, done, seconds, runs.digests(done.root))
 
 
 def kill_one(rng: random.Random, pids: Sequence[int]) -> None:
@@ -409,32 +332,29 @@ def kill_one(rng: random.Random, pids: Sequence[int]) -> None:
     os.kill(rng.choice(pids), signal.SIGKILL)
 
 
-def play(undisturbed: Undisturbed, one: Round, engine: str, kills: int, rng: random.Random) -> None:
+def play(undisturbed: Undisturbed, one: Round, engine: str, kills: int, rng: random.Random) -> str:
     """Kill a shard at random moments, let it end, and check what it left."""
     code = None
     for _ in range(kills):
         moment = rng.uniform(0.0, 1.2 * undisturbed.seconds)
-        one.moments.append(round(moment, 2))
         alone = rng.random() < 1 / 3
-        code = one.attempt(moment, strike=partial(kill_one, rng) if alone else None)
+        code = one.attempt(moment, partial(kill_one, rng) if alone else None)
         if code is not None:
             break
     if code is None:
         code = one.attempt()
     assert code == 0, f"exit code {code}: {one.shard.log()[-3000:]}"
     one.check_end(undisturbed.done)
-    one.counts["attempts that went on"] += len(one.resumed())
-    one.counts["commits that they read"] += sum(commits for commits, _ in one.resumed())
-    one.counts["tokens that they read"] += sum(tokens for _, tokens in one.resumed())
     is_equal = runs.digests(one.shard.root) == undisturbed.digests
-    one.counts["rounds with the undisturbed digests"] += is_equal
     assert is_equal or engine != "transformers", "digests differ from the undisturbed run"
+    read = re.findall(r"resumed commits=(\d+) ", one.shard.log())
+    return f"{dict(one.counts)}, commits read {read}, digests equal {is_equal}"
 
 
 def sweep(
     engine: str, num_rounds: int, seed: int, folder: Path, *, kills: int = 4, rows: int = 0
-) -> dict[str, Any]:
-    """Play rounds with one engine; return the counts and what failed.
+) -> list[str]:
+    """Play rounds with one engine; return what failed.
 
     Args:
         engine: one that is installed.
@@ -444,71 +364,44 @@ def sweep(
         kills: at most so many in a round.
         rows: responses at once; 0 is the engine's number in `ROWS`.
     """
-    began, counts, failures = time.monotonic(), Counter(), []
     template, rows = folder / "template", rows or ROWS[engine]
     template.mkdir(parents=True)
     write_template(template, num_prompts=400, spaces=SPACES)
     ready: dict[str, Undisturbed] = {}
-    for number in range(num_rounds):
+
+    def play_round(number: int, place: Path, rng: random.Random) -> str:
         setting = [*SETTINGS][number % len(SETTINGS)]
         if setting not in ready:
             ready[setting] = prepare(template, folder / setting, engine, setting, rows)
-        place = folder / f"round-{number}"
-        place.mkdir()
-        rng = random.Random(f"{seed} {engine} {number}")
-        one, text = Round(ready[setting].shard.copied(place)), ""
-        try:
-            play(ready[setting], one, engine, kills, rng)
-        except AssertionError as error:
-            text = f"failed: {error}"
-            failures.append(f"round {number} {text}")
-        counts.update(one.counts)
-        text = f"killed at {one.moments} s, {dict(+one.counts)} {text}"
-        shutil.rmtree(place)
-        seconds = time.monotonic() - began
-        print(f"{seconds:7.1f} s {engine} {setting} {number}: {text}", flush=True)
-    names = ("seconds", "sample_seconds", "num_commits", "num_tokens")
-    return {
-        "engine": engine,
-        "seed": seed,
-        "rounds": num_rounds,
-        "failed": len(failures),
-        "seconds": round(time.monotonic() - began),
-        "counts": dict(counts),
-        "undisturbed": {
-            setting: {name: round(getattr(one, name), 1) for name in names}
-            for setting, one in ready.items()
-        },
-        "failures": failures,
-    }
+        one = Round(ready[setting].shard.copied(place))
+        return f"{setting} {play(ready[setting], one, engine, kills, rng)}"
+
+    return play_rounds(engine, num_rounds, seed, folder, play_round)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play all rounds, print what was found, and return 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="for each engine")
-    parser.add_argument("--engine", nargs="+", default=["transformers"], choices=sorted(ENGINES))
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    given = parser.parse_args(arguments)
+    options = parser(__doc__)
+    options.add_argument("--engine", nargs="+", default=["transformers"], choices=sorted(ENGINES))
+    given = options.parse_args(arguments)
     if apart := [engine for engine in given.engine if engine in APART]:
-        parser.error(
+        options.error(
             f"a shard of {apart[0]!r} is disturbed rank by rank: "
             f"`python -m tests.integration.kill_ranks --engine {apart[0]}`"
         )
     missing = [engine for engine in given.engine if not find_spec(engine)]
     if missing:
-        parser.exit(
+        options.exit(
             2,
             f"the engine must be installed here, got {missing[0]!r} which is not; `make engines` "
             "sets up .venv-engines with every engine\n",
         )
-    failed = 0
+    failures = []
     for engine in given.engine:
         with tempfile.TemporaryDirectory() as folder:
-            told = sweep(engine, given.rounds, given.seed, Path(folder))
-        print(json.dumps(told, indent=1), flush=True)
-        failed += told["failed"]
-    return int(failed > 0)
+            failures += sweep(engine, given.rounds, given.seed, Path(folder))
+    print(f"seed {given.seed}, rounds with faults: {len(failures)}", *failures, sep="\n")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

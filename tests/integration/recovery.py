@@ -58,7 +58,7 @@ from tests.integration.gang_launcher import connect
 from tests.integration.minder_service import Served, raw_settings, serving
 from tests.integration.scheduling import running_scheduler
 from tests.integration.slowness import Slowness
-from tests.integration.test_minder_end_to_end import past
+from tests.integration.test_minder_end_to_end import Timeline, past
 from tests.integration.waiting import wait_for
 from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import REPOSITORY
@@ -111,19 +111,6 @@ LOSS_TOLERANCE = 1e-3
 BUCKET = f"s3://recovery-{os.getpid()}"
 """Two programs at once must have gangs of different names: both meet on this machine."""
 BREAKS = ("state", "prompts")
-
-
-class Timeline:
-    """What has happened, and how many seconds after the beginning."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.lines: list[str] = []
-
-    def note(self, what: str) -> None:
-        """Add a line and print it."""
-        self.lines.append(f"{time.monotonic() - self.began:7.1f} s  {what}")
-        print(self.lines[-1], flush=True)
 
 
 class Site:

@@ -25,8 +25,7 @@ def seed():
 @pytest.mark.parametrize("engine", ["disagg", *(["vllm_disagg"] if find_spec("vllm") else [])])
 def test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit(engine, tmp_path, seed):
     transport = random.Random(seed).choice(kill_ranks.TRANSPORTS)
-    told = kill_ranks.sweep(engine, transport, 1, seed, tmp_path, rehearse=False)
-    assert not told["failures"], told
+    assert kill_ranks.sweep(engine, transport, 1, seed, tmp_path, rehearse=False) == []
 
 
 @pytest.mark.parametrize(
@@ -38,8 +37,7 @@ def test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit(engine, tmp_
     ],
 )
 def test_a_shard_killed_at_random_moments_ends_as_it_must(engine, tmp_path, seed):
-    told = kill_rollout.sweep(engine, 1, seed, tmp_path, kills=KILLS[engine], rows=12)
-    assert not told["failures"], told
+    assert kill_rollout.sweep(engine, 1, seed, tmp_path, kills=KILLS[engine], rows=12) == []
 
 
 @pytest.mark.server

@@ -15,9 +15,9 @@ from planish.store import open_store
 _numbers = itertools.count()
 
 
-def fresh(prefix="damage"):
+def fresh():
     """Return the URI of a place in a memory that nobody else uses."""
-    return f"mem://{prefix}-{next(_numbers)}/run/step-1"
+    return f"mem://damage-{next(_numbers)}/run/step-1"
 
 
 def keys_of(place, ending=""):

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from planish.checkpoint import api, list_checkpoints
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
 from planish.store import normal_uri, open_store
+from tests.processes import python
 from tests.stores.faulty import FaultyStore
 from tests.thin import examples
 from tests.unit.checkpoint.damage import flip
@@ -269,8 +268,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoint.md"
 def test_the_example_of_the_page_trains_stops_and_goes_on(tmp_path):
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(program)
-    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "out")]
-    first = subprocess.run(command, capture_output=True, text=True, check=False)
+    first = python(tmp_path / "train.py", tmp_path / "out")
     assert first.returncode == 0, first.stderr
     pin, weights = first.stdout.split()
     assert pin.startswith(f"file://{tmp_path}/out/run/step-00000020#sha256=")
@@ -285,10 +283,8 @@ NAMES = {"metadata", "metadata 1", "commit", "header", "extra", "journal"}
 
 def run(cases, seed):
     """Fuzz in a process of its own: its audit hook stays until the process ends."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.checkpoint", f"--cases={cases}", f"--seed={seed}"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    options = (f"--cases={cases}", f"--seed={seed}")
+    done = python("-m", "tests.fuzz.checkpoint", *options, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-2000:]
     return {r["target"]: r for r in map(json.loads, done.stdout.splitlines())}
 

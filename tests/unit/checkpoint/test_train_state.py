@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from planish.checkpoint import api as checkpoint
 from planish.checkpoint import train_state as api
 from planish.records import layout
 from planish.records.manifest import manifest_uri, read_manifest, seal
+from tests.processes import python
 
 FACTS = {"parents": {"rewards": "0" * 64}, "attributes": {"step": 3, "config_sha256": "ab"}}
 
@@ -161,7 +160,7 @@ def test_counters_are_read_without_torch(file_root):
         f"assert read_state_info({pin!r})['data']['next'] == 4\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python("-c", code).returncode == 0
 
 
 def test_a_state_of_another_schema_is_refused(file_root):

@@ -90,10 +90,9 @@ def stopping(policy: Policy, *strings: str) -> Policy:
     return Policy(policy.model, Tokenizer(policy.tokenizer.backend, stop_strings=strings))
 
 
-def requests(count: int, max_new_tokens: int = 40, **sampling) -> list[Request]:
+def requests(count: int, **sampling) -> list[Request]:
     return [
-        Request(f"r{i}", prompt(i), Sampling(max_new_tokens, seed=70 + i, **sampling))
-        for i in range(count)
+        Request(f"r{i}", prompt(i), Sampling(40, seed=70 + i, **sampling)) for i in range(count)
     ]
 
 

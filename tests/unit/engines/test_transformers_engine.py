@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import threading
 from importlib.util import find_spec
 
@@ -21,6 +19,7 @@ from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
 from planish.records.refs import parse_pin
 from tests.integration.waiting import wait_for
+from tests.processes import python
 from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import (
     family_policy,
@@ -104,7 +103,7 @@ def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
         "print(type(engine._batch.decoder).__name__)\n"
         "print(any('modeling_qwen3' in name for name in sys.modules))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = python("-c", code)
     assert found.stdout.split() == ["FusedDecoder", "False"]
 
 

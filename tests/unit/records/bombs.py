@@ -1,11 +1,11 @@
 """Small Parquet files that decode to a lot, and the memory that a program takes to read them."""
 
 import re
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from tests.processes import python
 
 
 def bomb(kind: str, *, decoded: int = 2 << 30) -> bytes:
@@ -31,7 +31,5 @@ def peak_megabytes(code: str) -> tuple[int, str]:
     """Run lines in another process; return the memory it took at most, and what it printed."""
     # Not `ru_maxrss`: that begins with the memory of the process that started this one.
     ending = "import sys\nsys.stderr.write(open('/proc/self/status').read())"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{ending}"], capture_output=True, text=True, check=True
-    )
+    done = python("-c", f"{code}\n{ending}")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", done.stderr)[0]) >> 10, done.stdout

@@ -354,6 +354,7 @@ def test_show_names_the_column_only_where_it_is(tmp_path):
         (lambda t: t.rename_columns({"reward": "rewards"}), "reward"),
         (lambda t: t.set_column(0, "accuracy", t["accuracy"].cast("float64")), "accuracy.*double"),
         (lambda t: t.set_column(0, "accuracy", t["extracted"]), "accuracy.*string"),
+        (lambda t: t.set_column(0, "accuracy", t["accuracy"]), "accuracy.*without nulls"),
         (lambda t: t.drop_columns(["reward", "keep"]), "reward"),
     ],
 )

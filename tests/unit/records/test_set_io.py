@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from planish.records import parquet as parquet_module
 from planish.records.manifest import Manifest, Shard, parse_manifest, read_manifest, seal
 from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.schema import join
+from tests.processes import python
 from tests.thin import examples
 from tests.unit.records.bombs import bomb, peak_megabytes
 from tests.unit.records.samples import (
@@ -234,14 +234,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 def run_elsewhere(code):
     """Run lines in a process that imports only what the package and the samples import."""
-    return subprocess.run(
-        [sys.executable, "-c", "from tests.unit.records.samples import SAMPLES, file_of\n" + code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=REPOSITORY,
-        env={"PYTHONHASHSEED": "77", "PATH": "", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "3"},
-    )
+    line = "from tests.unit.records.samples import SAMPLES, file_of\n" + code
+    env = {"PYTHONHASHSEED": "77", "PATH": "", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "3"}
+    return python("-c", line, cwd=REPOSITORY, env=env)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

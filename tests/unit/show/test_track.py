@@ -20,6 +20,7 @@ from planish.show.track import Follower, RunReader, track
 from planish.show.trackers import Point, Tracker
 from planish.store.documents import write_json
 from tests.integration.waiting import wait_for
+from tests.processes import python
 
 UPDATES = {
     1: ({"loss": 0.5, "entropy": 1.25}, [{"grad_norm": 1.0}, {"grad_norm": 2.0}]),
@@ -315,8 +316,7 @@ def test_an_offline_run_of_weights_and_biases_holds_the_curves(root, tmp_path):
     write_iteration(root, 2)
     evaluate(root, 2)
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "planish", "track", root, "--to", "wandb=planishing"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = python("-m", "planish", "track", root, "--to", "wandb=planishing", env=environment)
     assert done.stdout.splitlines()[-1] == "17 values written to wandb"
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     found = defaultdict(list)

@@ -29,21 +29,21 @@ from planish.store.s3_client import S3Settings
 POOL = urllib3.HTTPConnectionPool("127.0.0.1", 9000)
 
 
-def failing(times, result="done", *, sent=True):
+def failing(times, result="done"):
     """A call that fails so many times first."""
     left = [times]
 
     def once():
         if left[0]:
             left[0] -= 1
-            raise Transient("503", "busy", sent=sent)
+            raise Transient("503", "busy", sent=True)
         return result
 
     return once
 
 
-def tries(waits, deadline=1e9, **options):
-    return Tries(Counter(), time.monotonic() + deadline, sleep=waits.append, **options)
+def tries(waits, **options):
+    return Tries(Counter(), time.monotonic() + 1e9, sleep=waits.append, **options)
 
 
 @pytest.mark.parametrize("times", range(8))

@@ -290,9 +290,9 @@ def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server
     assert server.files[2] == (pipeline._folder() / "reshard-cpu-tiny.yaml").read_text()
 
 
-def write_log(root, stage, lines, state, *, shard=0, start=0.0):
+def write_log(root, stage, lines, state, *, start=0.0):
     """Write what an attempt of the first iteration leaves."""
-    uri = layout.stage_log(root, stage, 1, shard)
+    uri = layout.stage_log(root, stage, 1, 0)
     store.write(uri, json.dumps({"state": state, "start_seconds": start}).encode())
     text = "".join(f"{line}\n" for line in lines)
     store.write(f"{uri.removesuffix('.json')}-0.txt", text.encode())

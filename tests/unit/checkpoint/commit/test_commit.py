@@ -38,8 +38,8 @@ def storage():
     return MemoryStore()
 
 
-def publish_small(storage, path="run/step-7", **options):
-    attempt = new_attempt()
+def publish_small(storage, **options):
+    path, attempt = "run/step-7", new_attempt()
     storage.put(f"{attempt_folder(path, attempt)}/data/x", b"abc")
     with journaled(storage, path, attempt) as journal:
         return publish(

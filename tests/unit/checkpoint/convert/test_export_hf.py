@@ -1,8 +1,6 @@
 """Exports: the folder that engines load holds exactly the weights of the checkpoint."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout
 from planish.records.io import read_manifest
+from tests.processes import python
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.ranks.test_control import LIMIT, in_ranks
 from tests.unit.checkpoint.written import write_checkpoint
@@ -203,7 +202,7 @@ def test_export_needs_neither_torch_nor_transformers(file_root):
         "export(pin, uri, policy=source, parents={}, attributes={})\n"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python("-c", code).returncode == 0
     path = f"{file_root.removeprefix('file://')}/policies/00001/model.safetensors"
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}

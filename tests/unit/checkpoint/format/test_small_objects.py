@@ -1,8 +1,6 @@
 import json
 import math
 import struct
-import subprocess
-import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -21,6 +19,7 @@ from planish.checkpoint.format.safetensors_file import (
     plan_header,
 )
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
+from tests.processes import python
 from tests.thin import examples
 from tests.unit.checkpoint.format.test_version_1 import EXTRA, same
 
@@ -168,7 +167,7 @@ def test_plain_data_need_neither_torch_nor_pickle():
         "assert decode_extra(encode_extra({'a': (1, b'x')})) == {'a': (1, b'x')}\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

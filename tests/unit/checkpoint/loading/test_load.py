@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -34,6 +32,7 @@ from planish.checkpoint.loading.verify import Fault, verify
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from planish.store import open_store
+from tests.processes import python
 from tests.stores.faulty import FaultyStore
 from tests.thin import examples
 from tests.unit.checkpoint import damage
@@ -351,7 +350,7 @@ def test_memory_stays_within_the_state_and_320_mib(tmp_path, what):
         "run()\n"
         "print(peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = python("-c", code)
     assert int(done.stdout) << 10 <= 320 << 20 < count * (64 << 20)
 
 

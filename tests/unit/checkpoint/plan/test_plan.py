@@ -305,35 +305,34 @@ def by_rows(one, ranks):
     ]
 
 
-def test_boxes_outside_are_refused():
-    one = floats("a", (4,))
-    metadata = saved([(one, (whole((4,)),))])
-    with pytest.raises(LayoutMismatch, match=r"`model.a` \[3:5\]"):
-        match(metadata, [LocalItem(one, (Box((3,), (2,)),))])
-
-
 def without_shards(metadata, rows):
     """Return metadata that lacks shards, or has some twice."""
     columns = {name: column[rows] for name, column in vars(metadata.shards).items()}
     return dataclasses.replace(metadata, shards=type(metadata.shards)(**columns))
 
 
-def test_a_gap_is_told_with_tensor_box_and_place():
+@pytest.mark.parametrize(
+    ("shards", "box", "told"),
+    [
+        ([0, 1, 2], Box((4, 0), (3, 2)), "`model.w` [4:7, 0:2]"),
+        (
+            [0, 2],
+            Box((1, 0), (4, 2)),
+            "`model.w` [1:5, 0:2], counted from its corner: no box holds [1:3, 0:2] of shape "
+            "(4, 2)",
+        ),
+        ([0, 0, 2], whole((6, 2)), "the boxes [0:2, 0:2] and [0:2, 0:2] of shape (6, 2) overlap"),
+    ],
+    ids=["outside", "a gap", "a gap hidden by a double"],
+)
+def test_what_shards_do_not_hold_is_told_with_tensor_box_and_place(shards, box, told):
     one = floats("w", (6, 2))
-    metadata = without_shards(saved(*by_rows(one, 3)), [0, 2])
+    metadata = without_shards(saved(*by_rows(one, 3)), shards)
     with pytest.raises(LayoutMismatch) as caught:
-        match(metadata, [LocalItem(one, (Box((1, 0), (4, 2)),))])
-    told = "`model.w` [1:5, 0:2], counted from its corner: no box holds [1:3, 0:2] of shape (4, 2)"
+        match(metadata, [LocalItem(one, (box,))])
     assert told in str(caught.value)
     reads = match(metadata, [LocalItem(one, (Box((4, 0), (2, 2)),))])
-    assert reads.shard.tolist() == [1]
-
-
-def test_a_hole_hidden_by_a_double_is_found():
-    one = floats("w", (4, 2))
-    metadata = without_shards(saved(*by_rows(one, 2)), [0, 0])
-    with pytest.raises(LayoutMismatch, match=r"the boxes .* of shape \(4, 2\) overlap"):
-        match(metadata, [LocalItem(one, (whole((4, 2)),))])
+    assert metadata.shards.offsets[reads.shard].tolist() == [[4, 0]]
 
 
 def fault(shape, *boxes):

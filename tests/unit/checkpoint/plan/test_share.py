@@ -182,17 +182,6 @@ def test_a_column_is_fetched_in_runs_or_as_a_whole_by_what_it_costs(monkeypatch)
     assert bytes_read == {"slow": 8 * MIB, "far": 29 * MIB}
 
 
-def test_plans_are_equal_byte_by_byte():
-    rng = random.Random(8)
-    specs = random_tensors(rng, 10)
-    source, target = random_world(rng, 3, specs), random_world(rng, 4, specs)
-    metadata = plan_save(source.columns).metadata({})
-    reads = [match(metadata, items) for items in target.items]
-    parts = share_reads(metadata, reads), share_reads(metadata, reads)
-    wires = [[shared.part(rank).encode() for rank in range(4)] for shared in parts]
-    assert wires[0] == wires[1]
-
-
 def test_elements_across_blocks_are_refused():
     one = spec("w", (8 * MIB,))
     metadata, _, _ = planned(replicas(one, 1), replicas(one, 1))

@@ -61,35 +61,6 @@ def staged(plan, *tensors, buffer=None):
     return data[len(file.header) :]
 
 
-DTYPES = [
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    *(torch.complex64, torch.complex128),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_type_is_staged_byte_for_byte(dtype):
-    tensor = torch.arange(24).reshape(2, 3, 4).to(dtype)
-    assert staged(plan_of([(0, 0, tensor.nbytes)]), tensor) == bytes_of(tensor)
-
-
-def test_strided_tensors_are_staged_in_logical_order():
-    base = torch.arange(120, dtype=torch.float32).reshape(2, 3, 4, 5)
-    tensors = [
-        base.transpose(0, 3),
-        base[:, ::2, 1:, ::3],
-        torch.arange(3.0).expand(4, 3),
-        base.contiguous(memory_format=torch.channels_last),
-        torch.tensor(7.0),
-        torch.nn.Parameter(base[1]),
-        torch.complex(base[0], base[1]).conj(),
-    ]
-    entries = [(i, 0, t.numel() * t.element_size()) for i, t in enumerate(tensors)]
-    expected = b"".join(bytes_of(t.resolve_conj()) for t in tensors)
-    assert staged(plan_of(entries), *tensors) == expected
-
-
 def test_views_of_a_buffer_serve_later_saves_of_the_same_plan_whatever_the_strides():
     plan, buffer = plan_of([(0, 32, 96)]), SharedBuffer(4096)
     base = torch.arange(24.0).reshape(3, 8)

@@ -11,14 +11,13 @@ import torch
 
 from planish.base.errors import PeerLost, ProtocolError
 from planish.engines.disagg.m2n import sockets
-from planish.engines.disagg.m2n.frames import HEADER_BYTES, FrameHeader, FrameKind, FrameLimits
+from planish.engines.disagg.m2n.frames import HEADER_BYTES, FrameKind, FrameLimits
 from planish.engines.disagg.m2n.sockets import SocketTransport
 from tests.integration.waiting import wait_for
+from tests.unit.engines.disagg.frames import LIMITS, SECRET, counts_of, header, received
 
-LIMITS = FrameLimits(num_micro_batches=4, num_rows=32, row_bytes=32, num_local_experts=3)
 LARGE = FrameLimits(1, 4096, 4096, 3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-SECRET = "the secret of this start"
 
 
 class Rank(SocketTransport):
@@ -32,10 +31,7 @@ class Rank(SocketTransport):
         self.connect(addresses, self.inbox.put)
 
     def get(self):
-        item = self.inbox.get(timeout=120)
-        if isinstance(item, Exception):
-            raise item
-        return item
+        return received(self.inbox)
 
 
 def connected(num_attention=1, num_expert=1, limits=LIMITS, **options):
@@ -74,21 +70,6 @@ def by_hand():
     listener.close()
 
 
-def header(num_rows, *, layer=0, micro_batch=0, **changes):
-    """Return a header from rank 0 to rank 1 of rows of 4 float32 for 3 experts."""
-    numbers = {"source": 0, "target": 1, "weight_version": 7, "iteration": 40, "row_bytes": 16}
-    numbers |= {"num_rows": num_rows, "num_local_experts": 3, "dtype": torch.float32}
-    return FrameHeader(
-        **{"kind": FrameKind.DISPATCH, "layer": layer, "micro_batch": micro_batch}
-        | numbers
-        | changes
-    )
-
-
-def counts_of(num_rows):
-    return torch.tensor([num_rows // 2, 0, num_rows - num_rows // 2], dtype=torch.int32)
-
-
 def wire(header, rows):
     """Return the bytes of a frame."""
     payload = sockets._arrays(counts_of(len(rows)), rows)
@@ -99,7 +80,7 @@ def wire(header, rows):
 def test_a_frame_arrives_as_it_was_sent_and_so_does_its_answer(pair, dtype):
     a, b = pair
     rows = torch.arange(20).view(5, 4).to(dtype)
-    one = header(5, layer=3, micro_batch=2, dtype=dtype, row_bytes=4 * dtype.itemsize)
+    one = header(5, layer=3, micro_batch=2, dtype=dtype)
     a.send(one._replace(is_prefill=True, placement_version=4), counts_of(5), rows)
     frame = b.get()
     assert torch.equal(frame.rows, rows)
@@ -148,20 +129,26 @@ def test_a_flipped_bit_anywhere_loses_the_peer_and_delivers_no_row(by_hand, plac
     assert listener.inbox.empty()
 
 
-def test_a_burst_within_the_rows_of_a_later_frame_is_seen(by_hand):
+def burst(data):
+    """Return the bytes of a frame with zeros within its rows."""
+    return data[:200] + bytes(64) + data[264:]
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (burst(wire(header(32), torch.ones(32, 4))), PeerLost, "came damaged"),
+        (bytes(HEADER_BYTES + 8), PeerLost, "came damaged"),
+        (wire(header(1, source=2, layer=1), torch.ones(1, 4)), ProtocolError, "in its own name"),
+    ],
+    ids=["burst", "zeros", "name of another rank"],
+)
+def test_what_is_no_frame_is_refused_after_one(by_hand, data, error, message):
     listener, end = by_hand
     end.sendall(wire(header(1), torch.ones(1, 4)))
     assert listener.get().header.num_rows == 1
-    data = wire(header(32), torch.ones(32, 4))
-    end.sendall(data[:200] + bytes(64) + data[264:])
-    with pytest.raises(PeerLost, match="came damaged"):
-        listener.get()
-
-
-def test_a_frame_of_zeros_is_none(by_hand):
-    listener, end = by_hand
-    end.sendall(bytes(HEADER_BYTES + 8))
-    with pytest.raises(PeerLost, match="came damaged"):
+    end.sendall(data)
+    with pytest.raises(error, match=message):
         listener.get()
 
 
@@ -182,13 +169,6 @@ def test_a_frame_twice_late_or_out_of_turn_is_none(by_hand, order, good):
         listener.get()
     end.sendall(other)
     assert listener.get().header.micro_batch == 1
-
-
-def test_a_frame_in_the_name_of_another_rank_is_none(by_hand):
-    listener, end = by_hand
-    end.sendall(wire(header(1, source=2), torch.ones(1, 4)))
-    with pytest.raises(ProtocolError, match="in its own name"):
-        listener.get()
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, HEADER_BYTES + 14])

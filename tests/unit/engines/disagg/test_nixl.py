@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from planish.base.errors import EngineError, PeerLost, ProtocolError
-from planish.engines.disagg.m2n.frames import FrameHeader, FrameKind, FrameLimits
+from planish.engines.disagg.m2n.frames import FrameHeader, FrameKind
 from planish.engines.disagg.m2n.nixl import NixlTransport
+from tests.unit.engines.disagg.frames import LIMITS, SECRET, counts_of, header, received
 
 api = pytest.importorskip("nixl_cu13._api", reason="pip install nixl-cu13")
 
-LIMITS = FrameLimits(num_micro_batches=2, num_rows=32, row_bytes=32, num_local_experts=3)
-SECRET = "the secret of this start"
 CPU = torch.device("cpu")
 
 
@@ -36,10 +35,7 @@ class Rank(NixlTransport):
         self.connect({other.rank: other.address for other in others}, self.inbox.put)
 
     def get(self):
-        item = self.inbox.get(timeout=120)
-        if isinstance(item, Exception):
-            raise item
-        return item
+        return received(self.inbox)
 
     def write(self, header, rows, counts=None):
         """Send rows of a tensor that is not in the transport's memory."""
@@ -63,19 +59,6 @@ def joined():
     for rank in made:
         rank.close()
         rank.close()
-
-
-def header(num_rows, *, source=0, target=1, micro_batch=0, dtype=torch.float32, **changes):
-    """Return a header of rows of 4 numbers for 3 experts."""
-    numbers = {"weight_version": 7, "iteration": 40, "layer": 3, "num_local_experts": 3}
-    return FrameHeader(
-        kind=FrameKind.DISPATCH, source=source, target=target, micro_batch=micro_batch,
-        num_rows=num_rows, row_bytes=4 * dtype.itemsize, dtype=dtype, **numbers | changes,
-    )  # fmt: skip
-
-
-def counts_of(num_rows):
-    return torch.tensor([num_rows // 2, 0, num_rows - num_rows // 2], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("num_rows", [0, 5, 32])

@@ -57,27 +57,6 @@ def test_rows_are_packed_as_plain_loops_would(shape):
         assert ids[token][packed.choices[token]].tolist() == sorted(ids[token].tolist())
 
 
-@given(shapes, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-def test_replies_are_summed_as_plain_loops_would(shape, dtype):
-    num_tokens, num_nodes, num_local, top_k, seed = shape
-    num_experts = num_nodes * num_local
-    ids = routes(num_tokens, num_experts, min(top_k, num_experts), seed)
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(num_tokens, 3, generator=generator).to(dtype)
-    weights = torch.rand(ids.shape, generator=generator).to(dtype)
-    packed = route_and_pack(hidden, ids, ids, num_nodes=num_nodes, num_local=num_local)
-    replies = []
-    for node, rows in enumerate(packed.rows):
-        experts = torch.arange(num_local).repeat_interleave(packed.counts[node])
-        replies.append(rows * (node * num_local + experts + 1)[:, None].to(dtype))
-    wanted = torch.zeros_like(hidden)
-    for token in range(num_tokens):
-        for choice in ids[token].argsort():
-            output = hidden[token] * (ids[token, choice] + 1).to(dtype)
-            wanted[token] = wanted[token] + output * weights[token, choice]
-    assert torch.equal(combine(replies, weights, packed), wanted)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights_dtype", [None, torch.float32])
 @pytest.mark.parametrize(

@@ -106,14 +106,10 @@ def test_measured_points_are_met_and_prolonged():
     assert four.seconds(4 * 48) == 4 * line.seconds(48)
 
 
-def sides(name, gpu="a800", slo=0.15, workload=None, calibration="ideal"):
-    space = Space(slo_seconds=slo)
+def form(name, which, workload=None):
+    space = Space(slo_seconds=0.15)
     query = Query(MODELS[name], [], [], workload=workload or Workload(), space=space)
-    return baselines(query, GPUS[gpu], calibration)
-
-
-def form(name, which, gpu="a800", **more):
-    return next(one for one in sides(name, gpu, **more) if one.form == which)
+    return next(one for one in baselines(query, GPUS["a800"], "ideal") if one.form == which)
 
 
 def test_tensor_parallel_seconds_by_hand():
@@ -146,37 +142,6 @@ def test_imbalance_slows_expert_parallelism_and_not_tensor_parallelism():
 )
 def test_iteration_seconds_equals_the_vectors(times, m, layers, expected):
     assert iteration_seconds(*times, m, layers) == expected
-
-
-def random_times(source):
-    return [source.uniform(0.01, 5) for _ in range(3)]
-
-
-def test_with_all_conditions_it_is_equation_5_inside_the_bounds_of_equation_4():
-    source, checked = random.Random(0), 0
-    for _ in range(2000):
-        a, e, c = random_times(source)
-        m, layers = source.randint(1, 6), source.randint(1, 80)
-        slowest = max(a, e)
-        if c > slowest or m * slowest < a + e + 2 * c:
-            continue
-        checked += 1
-        found = iteration_seconds(a, e, c, m, layers)
-        assert found == pytest.approx((a + e + 2 * c) + slowest * (m * layers - 1), rel=1e-12)
-        assert found >= (a + e + 2 * c) + m * slowest * (layers - 1)
-    assert checked > 200
-
-
-def test_it_never_falls_when_a_stage_takes_longer_nor_the_rate_with_one_more_micro_batch():
-    source = random.Random(4)
-    for which in [0, 1, 2] * 300:
-        times = random_times(source)
-        m, layers = source.randint(1, 5), source.randint(1, 60)
-        longer = list(times)
-        longer[which] *= 1 + source.random()
-        assert iteration_seconds(*longer, m, layers) >= iteration_seconds(*times, m, layers)
-        one, more = (n / iteration_seconds(*times, n, layers) for n in (m, m + 1))
-        assert more >= one * (1 - 1e-12)
 
 
 def even(attention, experts, network, layers, n_a=1, n_e=1, outside=0.0):

@@ -58,9 +58,9 @@ def test_a_switch_that_slows_half_of_a_job_is_one_event_and_stages_are_none():
     assert min(minute for minute, names in found.items() if names) in (20, 21)
 
 
-def powered(scale, *, seconds=1500):
+def powered(scale):
     """Power of a busy job whose third machine loses a third of its for six minutes."""
-    rng = np.random.default_rng(4)
+    rng, seconds = np.random.default_rng(4), 1500
     wave = np.where(np.arange(seconds) % 12 < 9, 300.0, 170.0)[:, None]
     watts = wave * (1 + 0.01 * rng.normal(size=(seconds, 8)))
     watts[900:1260, 2] *= 0.67
@@ -241,9 +241,9 @@ def history(minutes, offsets, **options):
     return History(piece.frame.ts, piece.values, piece.masked, [np.arange(5)])
 
 
-def learned(offsets, config=CONFIG):
+def learned(offsets):
     offsets = np.asarray(offsets, float)
-    baseline = Baseline(config)
+    baseline = Baseline(CONFIG)
     baseline.keep(NAMES)
     for minute, row in enumerate(offsets):
         baseline.add(history(1, row[None], start=60 * minute), 1 << 40, np.zeros(5, bool))

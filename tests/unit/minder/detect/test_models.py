@@ -156,20 +156,20 @@ def test_a_model_that_failed_its_gate_gives_way_to_principal_components(name):
     assert facts.n_windows >= 50_000
 
 
-def write_trace(path, *, odd, metrics=("cpu_usage", "gpu_power_draw"), seconds=1300):
+def write_trace(path, *, odd):
     """Another generator: square waves, no noise but rounding, one late machine, odd start."""
     start, rng = 1_655_555_555.25, np.random.default_rng(5)
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["value", "metric", "machine", "ts"])
         for machine in range(7):
-            for second in range(0 if machine < 6 else 240, seconds):
+            for second in range(0 if machine < 6 else 240, 1300):
                 up = second % 12 < 8
                 levels = {"cpu_usage": 25 if up else 17, "gpu_power_draw": 290 if up else 180}
                 if odd and machine == 4 and second >= 700:
                     levels = {"cpu_usage": 9, "gpu_power_draw": 61}
-                for name in metrics:
-                    value = round(levels[name] + rng.uniform(-2, 2))
+                for name, level in levels.items():
+                    value = round(level + rng.uniform(-2, 2))
                     rows.writerow([value, name, f"gpu{machine}.example", start + second])
 
 

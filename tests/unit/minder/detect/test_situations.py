@@ -22,9 +22,9 @@ MODELS = Models(
 )
 
 
-def job(machines=16, seconds=1800, seed=0):
+def job(machines=16, seconds=1800):
     """A healthy job of synchronous training, as a frame."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rest = np.where(np.arange(seconds) % 11 < 9, 1.0, 0.7)[:, None]
     values = {}
     for name, level in LEVELS.items():
@@ -64,9 +64,9 @@ def ahead(samplers, machines=12, seconds=2400):
     return frame
 
 
-def uneven(machines, seconds=1800):
+def uneven(machines):
     """A healthy job whose hosts do unlike amounts of other work."""
-    frame = job(machines, seconds)
+    frame = job(machines)
     frame.values["cpu_usage"] += np.linspace(-9, 9, machines, dtype=np.float32)
     return frame
 

@@ -30,12 +30,12 @@ def lengths(named, machine=5, **options):
     return [run.length for run in found]
 
 
-def longest(named, needed=240.0, *, resting=(), sample=0):
+def longest(named, *, resting=(), sample=0):
     quiet = np.zeros(len(named), bool)
     quiet[list(resting)] = True
     machines = named.shape[1]
     samples = np.full(machines, sample)
-    rule = Rule(np.full(machines, needed), samples, quiet, 0)
+    rule = Rule(np.full(machines, 240.0), samples, quiet, 0)
     unknown, nobody = np.zeros(len(named), bool), np.zeros(named.shape, bool)
     return long_runs(runs_of(named, rule, unknown, ~nobody, nobody), rule)
 

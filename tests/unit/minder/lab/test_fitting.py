@@ -21,13 +21,13 @@ from planish.minder.lab.vae import Training, reconstruction_error, train_vae
 from tests.minder_lab.simulator import simulate
 
 
-def smooth(seed, *, machines=12, noise=0.003):
+def smooth(seed, *, machines=12):
     """Return windows [M, 8] of sines of many periods and amplitudes, with 0.3 % noise."""
     rng = np.random.default_rng(seed)
     period, swing = rng.uniform(30, 60, machines), rng.uniform(0.3, 0.4, machines)
     phase, seconds = rng.uniform(0, 2 * np.pi, machines), np.arange(600)[:, None]
     values = 0.5 + swing * np.sin(2 * np.pi * seconds / period + phase)
-    values += rng.normal(0, noise, values.shape)
+    values += rng.normal(0, 0.003, values.shape)
     return np.ascontiguousarray(windows_of(values.astype(np.float32)).reshape(-1, 8))
 
 
@@ -88,10 +88,10 @@ FAULT = Truth(("b",), "ecc-error", 1000, 1600, detectable=True)
 START = Thresholds(2.0, 0.9, {"cpu_usage": 0.05})
 
 
-def recorded(hits, *, fault=FAULT, machines=64, alerts=(), limit=3.2):
+def recorded(hits, *, fault=FAULT, machines=64, alerts=()):
     outcome = CaseOutcome("case", fault, machines, 3600, tuple(alerts))
     points = {("cpu_usage", theta, floor): found for (theta, floor), found in hits.items()}
-    return Recorded(outcome, points, limit, 900)
+    return Recorded(outcome, points, 3.2, 900)
 
 
 def test_the_first_call_that_names_a_machine_counts_and_silence_stays():

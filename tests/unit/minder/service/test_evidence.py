@@ -59,17 +59,17 @@ class Source(day_of.DaySource):
         return set(self.failed)
 
 
-def looked(until, *, machines=16, down=(), silent=(), since=0, failed=(), error=None, calls=1):
+def looked(until, *, down=(), silent=(), since=0, failed=(), error=None, calls=1):
     """Return the watch after a few calls, a minute apart, of which the last one is at `until`."""
     clock = day_of.FastClock(float(until - 60 * (calls - 1)))
-    day = day_of.Day(clock, 2, machines=machines)
+    day = day_of.Day(clock, 2, machines=16)
     models = day_of.Models({name: day_of.Identity(name) for name in day_of.METRICS})
     raw = {"prometheus": {"url": "http://none"}, "detect": {"metrics": list(day_of.METRICS)}}
     nodes = Nodes(down, error)
     shared = Shared(service_settings(raw), models, day_of.OwnMetrics(), actor=nodes, clock=clock)
     source = Source(day, "a")
     source.silent, source.since, source.failed = silent, since, failed
-    info = JobInfo("a", "", tuple(sorted(f"a-{i}" for i in range(machines))))
+    info = JobInfo("a", "", tuple(sorted(f"a-{i}" for i in range(16))))
     watch = JobWatch(info, source, shared)
     for _ in range(calls):
         watch.call()

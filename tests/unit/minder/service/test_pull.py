@@ -77,8 +77,8 @@ def puller(recorded, name="gpu_duty_cycle", **changes):
     return Puller(recorded, {name: source}, "job")
 
 
-def pulled(one, names=NAMES, seconds=900):
-    return one.pull(names, seconds, Deadline.after(60))
+def pulled(one, names=NAMES):
+    return one.pull(names, 900, Deadline.after(60))
 
 
 def test_a_frame_has_the_newest_sample_of_every_second():

@@ -132,8 +132,8 @@ def result(job, machines, candidates=()):
     )
 
 
-def filled(count=8, job="job"):
-    metrics = OwnMetrics()
+def filled(count=8):
+    metrics, job = OwnMetrics(), "job"
     machines = tuple(f"node-{i:04d}" for i in range(count))
     values = {name: np.zeros((10, count), np.float32) for name in PUBLISHED_ORDER}
     values["cpu_usage"][:3] = np.nan
