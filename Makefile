@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # vLLM pins packages that other tests use newer, so it has an environment of its own.
 ENGINES := .venv-engines
 SEED ?= 0
-PRESET ?= dapo-tiny
+PRESET ?=
 ENGINE ?= transformers
 TRAINER ?= fsdp2
 DATASET ?=
@@ -64,10 +64,10 @@ else
 DEMO_PYTHON := $(ENGINES)/bin/python
 demo: $(ENGINES)/.installed
 endif
-demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, TRAINER, DATASET, MODEL, ROOT)
+demo:  ## the real pipeline on this machine, in a few minutes; MODEL=smollm2: a trained model learns (SEED, PRESET, ENGINE, TRAINER, DATASET, ROOT)
 	@$(DEMO_PYTHON) -m planish run --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
 		$(if $(filter-out transformers,$(ENGINE)),--engine '$(ENGINE)') \
-		$(if $(filter-out fsdp2,$(TRAINER)),--trainer '$(TRAINER)') $(ARGS)
+		$(if $(filter-out fsdp2,$(TRAINER)),--trainer '$(TRAINER)') $(if $(MODEL),--resident 10 --iterations 10) $(ARGS)
 
 # What `test` needs is set up side by side: MinIO is compiled while Python packages are installed.
 test:  ## the quick and sure tests: eight minutes on two cores, fourteen with the set-up of a fresh checkout

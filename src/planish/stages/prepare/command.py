@@ -111,6 +111,7 @@ def show_plan(options: argparse.Namespace) -> Lines:
     from planish.base.errors import ConfigError
     from planish.base.text import bytes_text
     from planish.stages.prepare import devices
+    from planish.stages.prepare.trained import trained_warnings
 
     config = resolved(options)
     requests = devices.profile_requests(options.profile)
@@ -124,7 +125,7 @@ def show_plan(options: argparse.Namespace) -> Lines:
     found = devices.demands(config, shape, requests)
     faults = devices.device_faults(config, requests) + devices.trainer_faults(config, shape)
     faults += [demand.fault for demand in found if demand.fault]
-    warnings = devices.device_warnings(config, requests)
+    warnings = [*trained_warnings(config), *devices.device_warnings(config, requests)]
     if options.json:
         document = {
             "profile": options.profile,

@@ -44,6 +44,7 @@ from planish.stages.prepare.run_file import (
     write_run_file,
 )
 from planish.stages.prepare.settings import build_config
+from planish.stages.prepare.trained import package_faults, trained_warnings
 from planish.store.base import parse_uri
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_free(root, me, alive=liveness(api))
     check_not_stopped(root)
     config = wish.configuration()
-    findings, pods = Findings(), PodRequests.parse(wish.requests)
+    findings, pods = Findings(package_faults(config)), PodRequests.parse(wish.requests)
     requests = devices.this_machine(in_turn=pods.in_turn)
     if api is not None:
         requests = pods.of_training(config["train"])
@@ -254,7 +255,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         opened=[*found.rows, *memory],
         warnings=[
             *(*findings.warnings, *found.warnings),
-            *(*devices.device_warnings(config, requests), *tight),
+            *(*trained_warnings(config), *devices.device_warnings(config, requests), *tight),
         ],
         away_from=away_from,
         retries=findings.retries,

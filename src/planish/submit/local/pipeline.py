@@ -34,7 +34,7 @@ class Result:
 def run_pipeline(
     config: Mapping[str, Any] | str | Path | None = None,
     *,
-    preset: str = "dapo-tiny",
+    preset: str = "",
     **options: Any,
 ) -> Result:
     """Run the pipeline on this machine in child processes, and print the progress.
@@ -44,7 +44,8 @@ def run_pipeline(
     Args:
         config: settings that override the preset, as sections (`{"train": {"learning_rate":
             1e-3}}`) or as `{"train.learning_rate": 1e-3}`; or the path of a TOML file.
-        preset: shipped configuration to start from.
+        preset: shipped configuration to start from; empty takes `dapo-small` with a `model`, else
+            `dapo-tiny`.
         options: options of `planish run` by their names: `root="/tmp/run"`, `iterations=2`,
             `dataset="mine.jsonl"`, `no_control=True`.
 
