@@ -86,9 +86,10 @@ engines-beside:
 	@log=$$(mktemp); $(MAKE) --no-print-directory test-engines WORKERS=1 CASES= > $$log 2>&1; code=$$?; \
 	  cat $$log; rm $$log; exit $$code
 
-# A shard on vLLM that is killed, and ranks of vLLM that are: other engines have the same rounds in `all-tests`.
+# A shard on vLLM that is killed, ranks of vLLM that are, and a trained model: `all-tests` has them for other engines.
 VLLM_ROUNDS := tests/integration/test_kill_programs.py::test_a_shard_killed_at_random_moments_ends_as_it_must[vllm] \
-	tests/integration/test_kill_programs.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg]
+	tests/integration/test_kill_programs.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg] \
+	tests/integration/test_real_model.py::test_greedy_texts_are_those_of_plain_transformers[vllm]
 
 CASES ?= --full
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM

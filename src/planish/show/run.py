@@ -52,7 +52,10 @@ def _course(root: str) -> list[RenderableType]:
         "accuracy": facts.series("reward/accuracy_mean"),
         "reward": facts.series("reward/reward_mean"),
         "loss": facts.series("update/loss"),
+        "groups kept": facts.series("rollout/ds/kept_frac"),
+        "cut off": facts.series("update/truncated_fraction"),
         "entropy": facts.series("update/entropy"),
+        "k3": facts.series("update/mismatch_k3"),
         "held-out accuracy after": evaluated,
     }
     numbers = sorted({number for values in series.values() for number in values})
