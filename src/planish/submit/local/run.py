@@ -30,7 +30,7 @@ from planish.run.signals import RUN_STOP_SECONDS, end_descendants
 from planish.stages.report.facts import TaskLog
 from planish.store import file_uri, normal_uri
 from planish.submit.local.progress import seconds_by_stage, watch, work_seconds
-from planish.submit.local.small_model import model_address
+from planish.submit.local.small_model import SMOLLM2, model_address
 
 PACKAGE = Path(__file__).resolve().parents[2]
 TRACKER_SECONDS = 60.0
@@ -152,11 +152,13 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     arguments.overrides = " ".join(arguments.overrides)
     arguments.root = normal_uri(arguments.root or default_root(arguments))
     check_free(arguments.root, current_holder())
-    arguments.model = model_address(arguments.model)
     log_path = open_log(arguments.root)
     console.print(f"run root   {arguments.root}", highlight=False)
     console.print(f"log        {log_path}", highlight=False)
     console.print(f"report     {layout.report(arguments.root)}/report.html", highlight=False)
+    if arguments.model == SMOLLM2:
+        console.print(f"model      {SMOLLM2}, fetched once", highlight=False)
+        arguments.model = model_address()
     began = time.monotonic()
     process = start_run(arguments, log_path)
     followers: list[subprocess.Popen[bytes]] = []

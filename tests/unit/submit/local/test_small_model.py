@@ -12,22 +12,15 @@ from planish.submit.local.small_model import HUB, make_folder, model_address
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_another_address_stays_as_it_is(home):
-    assert [model_address(text) for text in ("", "owner/name")] == ["", "owner/name"]
-    (home / "smollm2").mkdir()
-    assert model_address("smollm2") == "smollm2"
 
 
 def test_a_folder_that_is_there_comes_before_the_hub(home, monkeypatch):
     monkeypatch.setattr(small_model, "_is_on_hub", lambda: True)
-    assert model_address("smollm2") == f"hf://{HUB}"
+    assert model_address() == f"hf://{HUB}"
     folder = home / ".cache/planish/smollm2"
     folder.mkdir(parents=True)
-    assert model_address("smollm2") == str(folder)
+    assert model_address() == str(folder)
 
 
 @pytest.mark.slow
