@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, _: Callable[[str, int, int], None]) -> Iter
         now = time.monotonic()
         rows.append((scored, now - began))
         began = now
-    for scored, _ in rows:
+    for scored, _seconds in rows:
         if refused := scored.report.scalars["refused_fraction"]:
             yield f"warning: the engine refused {refused:.1%} of the responses to {scored.name}"
     yield score_table(rows)

@@ -59,8 +59,12 @@ def _course(root: str) -> list[RenderableType]:
         "held-out accuracy after": evaluated,
     }
     numbers = sorted({number for values in series.values() for number in values})
-    rows = [[n, *(values.get(n, "-") for values in series.values())] for n in numbers]
-    told = [[t.iteration, line] for t in facts.tasks if (line := nothing_learnt(t.metrics))]
+    rows: list[list[Any]] = [
+        [n, *(values.get(n, "-") for values in series.values())] for n in numbers
+    ]
+    told: list[list[Any]] = [
+        [t.iteration, line] for t in facts.tasks if (line := nothing_learnt(t.metrics))
+    ]
     tables = [
         ("iterations", ("iteration", *series), rows, 60),
         ("without a signal", ("iteration", "why"), told, 400),
