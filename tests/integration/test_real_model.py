@@ -40,8 +40,8 @@ ENGINES = [name for name in ("transformers", "vllm") if find_spec(name)]
 END = "<|im_end|>"
 NUM_TOKENS = 24
 SHORT = (
-    "rollout.prompts_per_iteration=8", "train.rollouts_per_minibatch=32", "evaluate.max_prompts=8",
-    "evaluate.num_samples=2", "evaluate.pass_at=[1, 2]",
+    "rollout.prompts_per_iteration=8", "rollout.group_size=4", "train.rollouts_per_minibatch=16",
+    "evaluate.max_prompts=8", "evaluate.num_samples=2", "evaluate.pass_at=[1, 2]",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def prompts_of(count):
 def sampled(policy, prompts, *, engine="transformers", **sampling):
     cache = {"cache_bytes": 256 << 20} if engine == "vllm" else {}
     settings = EngineConfig(name=engine, **cache)
-    with open_engine(settings, ModelRef(policy=policy), max_rows=16) as served:
+    with open_engine(settings, ModelRef(policy=policy), max_rows=16, max_model_len=256) as served:
         return generate_rollouts(
             served, policy.tokenizer, prompts, num_samples=1, run_seed=0,
             sampling=Sampling(max_new_tokens=NUM_TOKENS, **sampling),
