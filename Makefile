@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # vLLM pins packages that other tests use newer, so it has an environment of its own.
 ENGINES := .venv-engines
 SEED ?= 0
-PRESET ?= dapo-tiny
+PRESET ?=
 ENGINE ?= transformers
 TRAINER ?= fsdp2
 DATASET ?=
@@ -64,10 +64,10 @@ else
 DEMO_PYTHON := $(ENGINES)/bin/python
 demo: $(ENGINES)/.installed
 endif
-demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, TRAINER, DATASET, MODEL, ROOT)
+demo:  ## the real pipeline on this machine, in a few minutes; MODEL=smollm2: a trained model learns (SEED, PRESET, ENGINE, TRAINER, DATASET, ROOT)
 	@$(DEMO_PYTHON) -m planish run --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
 		$(if $(filter-out transformers,$(ENGINE)),--engine '$(ENGINE)') \
-		$(if $(filter-out fsdp2,$(TRAINER)),--trainer '$(TRAINER)') $(ARGS)
+		$(if $(filter-out fsdp2,$(TRAINER)),--trainer '$(TRAINER)') $(if $(MODEL),--resident 10 --iterations 10) $(ARGS)
 
 # What `test` needs is set up side by side: MinIO is compiled while Python packages are installed.
 test:  ## the quick and sure tests: eight minutes on two cores, fourteen with the set-up of a fresh checkout
@@ -86,9 +86,10 @@ engines-beside:
 	@log=$$(mktemp); $(MAKE) --no-print-directory test-engines WORKERS=1 CASES= > $$log 2>&1; code=$$?; \
 	  cat $$log; rm $$log; exit $$code
 
-# A shard on vLLM that is killed, and ranks of vLLM that are: other engines have the same rounds in `all-tests`.
+# A shard on vLLM that is killed, ranks of vLLM that are, and a trained model: `all-tests` has them for other engines.
 VLLM_ROUNDS := tests/integration/test_kill_programs.py::test_a_shard_killed_at_random_moments_ends_as_it_must[vllm] \
-	tests/integration/test_kill_programs.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg]
+	tests/integration/test_kill_programs.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg] \
+	tests/integration/test_real_model.py::test_greedy_texts_are_those_of_plain_transformers[vllm]
 
 CASES ?= --full
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM

@@ -34,6 +34,7 @@ from planish.run.stage import LOCAL_RUN
 from planish.store import normal_pin, normal_uri
 from planish.store.documents import read_json
 from planish.submit.local.command import run_parameters
+from planish.submit.local.run import chosen_preset
 
 
 @contextlib.contextmanager
@@ -200,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     monitor_options(parser, on_cluster=False)
     arguments = vars(parser.parse_args(argv))
     arguments["overrides"] = " ".join(arguments["overrides"])
+    arguments["preset"] = chosen_preset(arguments["preset"], arguments["model"])
     return exit_status(run_local, arguments)
 
 

@@ -82,9 +82,10 @@ def test_pods_of_an_iteration(name, changes, expected):
 
 
 @pytest.mark.parametrize("name", [n for n in sorted(PROFILES) if PROFILES[n].iterations_per_task])
-def test_tasks_of_four_iterations_need_half_a_pod_for_each(name):
+def test_tasks_of_several_iterations_need_two_pods_each(name):
     compiled = compiled_of(name, num_iterations=100)
-    assert pods_of(compiled) == 3 + 6 * 2 + 25 * 2
+    num_tasks = -(-100 // PROFILES[name].iterations_per_task)
+    assert pods_of(compiled) == 3 + 6 * 2 + num_tasks * 2
     assert object_bytes(compiled) <= 300_000
 
 

@@ -285,6 +285,7 @@ def grid_fault(size: int, *, tp: int, pp: int, ep: int, cp: int, replicas: int =
 
 _PACKAGES = {
     "megatron": ("megatron", "`pip install 'planish[megatron]'`"),
+    **dict.fromkeys(("transformers", "disagg"), ("transformers", "`pip install 'planish[train]'`")),
     "nixl": ("nixl_cu13", "`pip install 'planish[rollout]'`"),
     **dict.fromkeys(
         ("vllm", "vllm_disagg"),

@@ -30,6 +30,9 @@ COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
 passes that decode. `row_steps`: sum of the requests over these steps. `most_rows`: their
 maximum."""
 
+LINE_SECONDS = 5.0
+"""Seconds between lines of the log that `generate` writes."""
+
 
 class TurnLock:
     """A mutex that serves threads in the order of their calls.
@@ -239,12 +242,21 @@ class BaseEngine(ABC):
                 self._arrived.wait(left)
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Submit requests, work until all are done, and return their outputs in order."""
+        """Submit requests, work until all are done, and return their outputs in order.
+
+        Every `LINE_SECONDS` a line of the log says how far it has come.
+        """
         self.submit(requests)
         wanted = {request.request_id for request in requests}
         done: dict[str, Output] = {}
+        last, tokens = time.monotonic(), self._counts["tokens"]
         while len(done) < len(wanted):
             done.update((output.request_id, output) for output in self._poll(1.0, wanted))
+            if (spent := time.monotonic() - last) >= LINE_SECONDS:
+                rate = (self._counts["tokens"] - tokens) / spent
+                last, tokens = last + spent, self._counts["tokens"]
+                told = "generating done=%d goal=%d tokens_per_second=%.0f"
+                logger.info(told, len(done), len(wanted), rate)
             if self._state is EngineState.FAILED:
                 faults = [output.error for output in done.values() if output.error]
                 raise EngineError("; ".join(faults[:1]) or "the engine failed")

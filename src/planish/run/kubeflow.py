@@ -208,7 +208,7 @@ def description(root: str) -> str:
     """Return the description of a run, which the run page shows as plain text."""
     from planish.records import layout
 
-    return f"The report lies at {layout.report(root)}/report.html when the run has ended."
+    return f"The report lies at {layout.report(root)}/report.html from the first iteration on."
 
 
 def _mark(root: str) -> str:

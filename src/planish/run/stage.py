@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import itertools
 import json
@@ -48,6 +49,8 @@ from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
 
+REPORT = "planish.stages.report.stage"
+"""Module that draws the report; it is loaded by name because it lies above this one."""
 LOCAL_RUN = "PLANISH_LOCAL_RUN"
 """Variable with the name of a local run, which has no id of a cluster."""
 SectionT = TypeVar("SectionT", bound=Section)
@@ -308,6 +311,7 @@ def execute(
             if outcome.failure:
                 raise outcome.failure
             log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
+            draw_report(context)
         except PlanishError as error:
             code = exit_code(error)
             metrics.fail(code)
@@ -340,6 +344,16 @@ def execute(
         outcome.already_done,
     )
     return outcome
+
+
+def draw_report(context: Context) -> None:
+    """Draw the report of a run after an iteration; a failure is no failure of the run."""
+    if context.stage != "checkpoint":
+        return
+    try:
+        importlib.import_module(REPORT).write_running(context.root, context.iteration)
+    except Exception:
+        logger.warning("report not drawn iteration=%d", context.iteration, exc_info=True)
 
 
 def stage_parser(run: Callable[..., Any], prog: str | None = None) -> argparse.ArgumentParser:

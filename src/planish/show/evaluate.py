@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ def add_commands(commands: Any) -> None:
     )
 
 
-def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[Any]:
+def run(options: argparse.Namespace, _: Callable[[str, int, int], None]) -> Iterator[Any]:
     """Compute missing evaluations, and yield warnings, the root and the table of scores."""
     from planish.base.config import config_sha256
     from planish.records.refs import is_pin
@@ -100,13 +101,13 @@ def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) 
     names = [chosen["name"] for chosen in config["curate"]["evaluation_sets"]]
     rows: list[tuple[Scored, float]] = []
     began = time.monotonic()
-    progress(names[0], 0, len(names))
+    # Its lines say every few seconds how many responses there are, and how fast they come.
+    logging.getLogger("planish.engines.base").setLevel(logging.INFO)
     for scored in measure_policy(context, pin, names):
         now = time.monotonic()
         rows.append((scored, now - began))
         began = now
-        progress(scored.name, len(rows), len(names))
-    for scored, _ in rows:
+    for scored, _seconds in rows:
         if refused := scored.report.scalars["refused_fraction"]:
             yield f"warning: the engine refused {refused:.1%} of the responses to {scored.name}"
     yield score_table(rows)

@@ -6,8 +6,6 @@ import contextlib
 import io
 import itertools
 import json
-import re
-from collections import Counter, defaultdict
 from typing import Any
 
 from rich.console import RenderableType
@@ -19,9 +17,9 @@ from planish.records import EvalReport, UpdateReport, layout, read_manifest, rea
 from planish.records.reports import read_best
 from planish.records.rewards import nothing_learnt
 from planish.show.text import cell, table
+from planish.stages.report.gather import gather
 from planish.store.documents import read_json
 
-_ITERATION = re.compile(r"/iterations/(\d+)/(.+)$")
 _REPORT_PARTS = {"update/1": UpdateReport, "eval/1": EvalReport}
 _MAX_ROWS = 200
 _MAX_LINES = 2_000
@@ -29,44 +27,53 @@ _INDENTED_BYTES = 1 << 20
 
 
 def run_tables(root: str) -> list[RenderableType]:
-    """Return the tables on the run at `root`, from one listing and its small files."""
+    """Return the tables on the run at `root`, from one listing and its small files.
+
+    Its course comes first, its settings come last.
+    """
     names = store.list_uris(root)
     run = read_json(layout.run_file(root))
     facts = [[key, value] for key, value in sorted(run.items()) if key != "config"]
     config = run.get("config")
     sections = sorted(config.items()) if isinstance(config, dict) else []
     return [
+        *_course(root),
+        *_other_tables(root, names),
         table(root, "", "", rows=facts, width=100),
         table("configuration", "section", "values", rows=[[k, v] for k, v in sections], width=400),
-        *_iteration_tables(names),
-        *_other_tables(root, names),
     ]
 
 
-def _iteration_tables(names: list[str]) -> list[RenderableType]:
-    counts: dict[int, Counter[str]] = defaultdict(Counter)
-    told: list[list[Any]] = []
-    for name in names:
-        match = _ITERATION.search(name)
-        if match and name.endswith("/manifest.json"):
-            manifest = read_manifest(name.removesuffix("/manifest.json"))
-            kind = match[2].partition("/")[0]
-            counts[int(match[1])][kind] += manifest.num_rows
-            if kind == "rewards" and (line := nothing_learnt(manifest.attributes["metrics"])):
-                told.append([int(match[1]), line])
-    kinds = sorted({kind for rows_of in counts.values() for kind in rows_of})
-    rows = [
-        [number, *(rows_of.get(kind, "-") for kind in kinds)]
-        for number, rows_of in sorted(counts.items())
+def _course(root: str) -> list[RenderableType]:
+    """Return accuracy, reward and loss by iteration, and why an iteration taught nothing."""
+    facts = gather(root, curves_only=True)
+    evaluated = {version: each.scalars["accuracy"] for version, each in facts.evaluations.items()}
+    series = {
+        "accuracy": facts.series("reward/accuracy_mean"),
+        "reward": facts.series("reward/reward_mean"),
+        "loss": facts.series("update/loss"),
+        "groups kept": facts.series("rollout/ds/kept_frac"),
+        "cut off": facts.series("update/truncated_fraction"),
+        "entropy": facts.series("update/entropy"),
+        "k3": facts.series("update/mismatch_k3"),
+        "held-out accuracy after": evaluated,
+    }
+    numbers = sorted({number for values in series.values() for number in values})
+    rows: list[list[Any]] = [
+        [n, *(values.get(n, "-") for values in series.values())] for n in numbers
     ]
-    if not rows:
-        return []
-    tables: list[RenderableType] = [table("iterations (rows)", "iteration", *kinds, rows=rows)]
-    if told:
-        tables.append(
-            table("without a signal", "iteration", "why", rows=sorted(told)[-_MAX_ROWS:], width=400)
-        )
-    return tables
+    told: list[list[Any]] = [
+        [t.iteration, line] for t in facts.tasks if (line := nothing_learnt(t.metrics))
+    ]
+    tables = [
+        ("iterations", ("iteration", *series), rows, 60),
+        ("without a signal", ("iteration", "why"), told, 400),
+    ]
+    return [
+        table(title, *heads, rows=rows[-_MAX_ROWS:], width=width)
+        for title, heads, rows, width in tables
+        if rows
+    ]
 
 
 def _other_tables(root: str, names: list[str]) -> list[RenderableType]:

@@ -45,6 +45,17 @@ def test_groups_follow_the_prompts_and_hold_all_samples():
     assert rollouts.prompt_tokens.row(1).tolist() == expected
 
 
+def test_a_measurement_says_how_far_it_has_come(monkeypatch, caplog):
+    monkeypatch.setattr("planish.engines.base.LINE_SECONDS", 0.0)
+    caplog.set_level("INFO", "planish.engines.base")
+    prompts, _ = sums([(1, 2), (3, 4)])
+    sample(prompts, build_policy(tiny_model(), seed=0), max_rows=1)
+    told = [line for line in caplog.messages if line.startswith("generating")]
+    assert [line.split()[1:3] for line in told] == [
+        [f"done={done}", "goal=4"] for done in range(1, 5)
+    ]
+
+
 def test_noise_depends_on_run_seed_prompt_and_sample_only():
     prompts, _ = sums([(1, 2), (3, 4), (5, 6)])
     policy = build_policy(tiny_model(), seed=0)

@@ -124,6 +124,23 @@ def test_outputs_metrics_and_log_are_written(root: str, tmp_path, monkeypatch: P
     assert read_json(layout.stage_log(root, "toy", 3, 1))["startup_seconds"] == 0
 
 
+def test_the_last_stage_of_an_iteration_draws_the_report_and_survives_its_failure(
+    root: str, tmp_path, monkeypatch, caplog
+) -> None:
+    drawn = []
+
+    def draw(*words: object) -> None:
+        drawn.append(words)
+        raise ValueError("no page")
+
+    monkeypatch.setattr("planish.stages.report.stage.write_running", draw)
+    for stage in ("train", "checkpoint"):
+        execute(stage, lambda _: Outcome(), root=root, config_sha256=None, outputs={}, iteration=2)
+    assert drawn == [(root, 2)]
+    assert "report not drawn iteration=2" in caplog.text
+    assert read_json(layout.stage_log(root, "checkpoint", 2, 0))["state"] == "done"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -166,6 +166,10 @@ def run_root(store_root):
             write_set(
                 layout.rollouts(store_root, number, shard), rollouts, parents={}, attributes={}
             )
+        entry = {"iteration": number, "stage": "reward", "shard": 0, "state": "done"}
+        entry |= {"start_seconds": 1.0, "seconds": 2.0, "metrics": {"accuracy_mean": number / 4}}
+        store.write(layout.stage_log(store_root, "reward", number, 0), json.dumps(entry).encode())
+    write_report(layout.update(store_root, 1), UpdateReport({"loss": 0.75, "mismatch_k3": 0.01}))
     write_files(layout.policy(store_root, 1), "policy/1", {"a": b"1"}, parents={}, attributes=facts)
     write_report(f"{layout.evaluation(store_root, 1)}/report.json", EvalReport({"accuracy": 0.5}))
     store.write(f"{layout.evaluation(store_root, 1)}/notes.json", b"{}")
@@ -183,10 +187,11 @@ def test_a_run_root_shows_iterations_policies_evaluations_and_stages(run_root):
     assert lines_with(output, "config_sha256")[0][1] == "c0"
     assert lines_with(output, "seed")[0] == ["run", '{"seed": 0}']
     rows = output.splitlines()
-    place = next(n for n, line in enumerate(rows) if line.startswith("iterations (rows)"))
-    assert [line.split() for line in rows[place + 3 : place + 5]] == [
-        ["1", "│", "8"],
-        ["2", "│", "16"],
+    # The course of the run comes first: accuracy, reward, loss, ..., k3, held-out accuracy.
+    assert rows[0] == "iterations"
+    assert [line.replace("│", "").split() for line in rows[3:5]] == [
+        ["1", "0.25", "-", "0.75", "-", "-", "-", "0.01", "0.5"],
+        ["2", "0.5", "-", "-", "-", "-", "-", "-", "-"],
     ]
     assert lines_with(output, "policies/00001")[0][1:] == ["policy/1", '{"policy_version": 1}']
     assert lines_with(output, "accuracy 0.5")[0][0] == "evals/00001/report.json"

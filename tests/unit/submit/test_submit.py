@@ -165,7 +165,7 @@ def test_the_command_line_starts_a_run(server, capsys):
     }
     assert body["display_name"] == "run grpo-tiny #0"
     uri = "s3://bucket/run/report/report.html"
-    assert body["description"] == f"The report lies at {uri} when the run has ended."
+    assert body["description"] == f"The report lies at {uri} from the first iteration on."
     assert server.posted("experiments")[0]["display_name"] == "bucket"
     assert "mirror/core:1" in json.dumps(body["pipeline_spec"])
 

@@ -12,7 +12,7 @@ from planish.base.config import Fraction, Needs, Section, nearest, setting
 from planish.base.parallel import DeviceName
 from planish.store.sources import parse_source
 
-Task = Literal["column-arithmetic"]
+Task = Literal["column-arithmetic", "short-sums"]
 
 MAPPED = ("prompt", "answer", "system", "verifier", "trace", "source")
 """Parts of a row whose column `dataset_map` may name."""

@@ -60,9 +60,31 @@ def column_arithmetic(rng: random.Random, config: CurateConfig) -> Iterator[Prob
             yield column_problem(expression, source="column-arithmetic", origin="generated")
 
 
+def short_sums(rng: random.Random, _: CurateConfig) -> Iterator[Problem]:
+    """Yield questions for sums and differences up to 20 and products of digits, without traces."""
+    while True:
+        operator = rng.choice("+-*")
+        limit = 9 if operator == "*" else 20
+        left, right = rng.randint(1, limit), rng.randint(1, limit)
+        if operator == "-" and left < right:
+            left, right = right, left
+        expression = ColumnExpression(left, operator, right)
+        question = f"What is {left} {operator} {right}?"
+        yield Problem(
+            question,
+            [{"role": "user", "content": question}],
+            str(expression.result),
+            "integer",
+            "short-sums",
+            family=expression.family,
+            origin="generated",
+        )
+
+
 def task_stream(config: CurateConfig, seed: int) -> Iterator[Problem]:
     """Return the endless stream of the configured task; equal seeds give equal streams."""
-    return column_arithmetic(random.Random(f"planish/{config.task}/{seed}"), config)
+    stream = short_sums if config.task == "short-sums" else column_arithmetic
+    return stream(random.Random(f"planish/{config.task}/{seed}"), config)
 
 
 def with_mistake(problem: Problem, share: float, seed: int) -> Problem:

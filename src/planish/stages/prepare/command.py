@@ -112,6 +112,7 @@ def show_plan(options: argparse.Namespace) -> Lines:
     from planish.base.errors import ConfigError
     from planish.base.text import bytes_text
     from planish.stages.prepare import devices
+    from planish.stages.prepare.trained import trained_warnings
 
     config = parse_settings(resolved(options))
     requests = devices.profile_requests(options.profile)
@@ -124,7 +125,7 @@ def show_plan(options: argparse.Namespace) -> Lines:
     shape = devices.find_shape(config)
     found, impossible, tight = devices.judge(config, shape, requests)
     faults = [*devices.device_faults(config, requests), *impossible, *tight]
-    warnings = devices.device_warnings(config, requests)
+    warnings = [*trained_warnings(config), *devices.device_warnings(config, requests)]
     if options.json:
         document = {
             "profile": options.profile,

@@ -44,6 +44,7 @@ from planish.stages.prepare.run_file import (
     write_run_file,
 )
 from planish.stages.prepare.settings import build_config
+from planish.stages.prepare.trained import package_faults, trained_warnings
 from planish.store.base import parse_uri
 
 logger = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_not_stopped(root)
     config = wish.configuration()
     settings = parse_settings(config)
-    findings, pods = Findings(), PodRequests.parse(wish.requests)
+    findings, pods = Findings(package_faults(settings)), PodRequests.parse(wish.requests)
     requests = devices.this_machine(in_turn=pods.in_turn)
     if api is not None:
         requests = pods.of_training(config["train"])
@@ -255,7 +256,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         opened=[*found.rows, *memory],
         warnings=[
             *(*findings.warnings, *found.warnings),
-            *(*devices.device_warnings(settings, requests), *tight),
+            *(*trained_warnings(settings), *devices.device_warnings(settings, requests), *tight),
         ],
         away_from=away_from,
         retries=findings.retries,

@@ -18,6 +18,8 @@ Evaluations = Mapping[int, EvalReport]
 ACCURACY_ERROR = "accuracy_standard_error"
 """Score that exists if a prompt has several samples."""
 SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
+RUNNING = "RUNNING"
+"""State of a run whose report is drawn while it goes on."""
 
 
 def task_name(stage: str, iteration: int, shard: int) -> str:
@@ -211,6 +213,11 @@ class ReportFacts:
     def is_success(self) -> bool:
         """True if the scheduler reports success."""
         return self.final_state in SUCCESS
+
+    @property
+    def is_running(self) -> bool:
+        """True if the run goes on."""
+        return self.final_state == RUNNING
 
     @property
     def failed(self) -> list[TaskLog]:

@@ -16,6 +16,8 @@ from planish.stages.report.text import number, one_line, percent, seconds, utc, 
 
 FAILURES = {"FAILED", "ERROR", "TERMINATED", *CANCELLED}
 ENDED = "Ended by a person"
+RELOAD_SECONDS = 20
+"""Seconds after which a browser reads the page of a running run again."""
 MAX_LISTED = 40
 """Limit on the rows of a list that may grow without bound."""
 
@@ -69,7 +71,8 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> d
         "saved_more": more,
         "config": config,
         "num_settings": sum(len(rows) for _, rows in config),
-        "missing": missing,
+        "missing": [] if facts.is_running else missing,
+        "reload_seconds": RELOAD_SECONDS * facts.is_running,
         "began": utc(facts.began),
     }
 
@@ -190,7 +193,8 @@ def _state(facts: ReportFacts) -> str:
 
 def _failure(facts: ReportFacts, failed_task: str, error_message: str) -> dict[str, Any] | None:
     """Return the most important facts of a failure; None if nothing has failed."""
-    if facts.is_success or not (facts.final_state in FAILURES or facts.failed):
+    is_well = facts.is_success or facts.is_running
+    if is_well or not (facts.final_state in FAILURES or facts.failed):
         return None
     tasks = [
         (

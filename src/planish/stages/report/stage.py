@@ -15,7 +15,7 @@ from planish.run.kubeflow import CANCELLED, KfpRuns
 from planish.run.lock import current_holder, refuse_stranger
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.next_run.restart import FAILED, restart
-from planish.stages.report.facts import ACCURACY_ERROR, ReportFacts, last_pin
+from planish.stages.report.facts import ACCURACY_ERROR, RUNNING, ReportFacts, last_pin
 from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page
 from planish.stages.report.render import render_html, render_markdown
@@ -100,6 +100,16 @@ def _write(root: str, html: str, markdown: str, summary: Mapping[str, Any]) -> N
     files = {"report.html": html, "report.md": markdown, "summary.json": text}
     for name, content in files.items():
         store.write(f"{layout.report(root)}/{name}", content.encode())
+
+
+def write_running(root: str, iteration: int) -> None:
+    """Draw the page of a run that goes on, without a summary, after an iteration.
+
+    Each page reads all iterations. From the fortieth on, ever fewer iterations have one.
+    """
+    if iteration % max(1, iteration // 20) == 0:
+        page = build_page(gather(root, RUNNING), failed_task="", error_message="")
+        store.write(f"{layout.report(root)}/report.html", render_html(page).encode())
 
 
 def add_control(root: str, state: str, control: Mapping[str, float]) -> None:

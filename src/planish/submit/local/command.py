@@ -40,7 +40,9 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Fal
         "--root", required=root_required, help="folder of the run: a path or s3://..."
     )
     parser.add_argument(
-        "--preset", default="dapo-tiny", help="shipped settings to start from (default dapo-tiny)"
+        "--preset",
+        default="",
+        help="shipped settings to start from (default dapo-small with a model, else dapo-tiny)",
     )
     parser.add_argument("--config", default="", help="TOML file laid over the preset")
     _setting(parser, "-o", shlex.quote, "SECTION.KEY=VALUE", "a setting; may be given again")
@@ -49,7 +51,9 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Fal
         named = lambda name, key=key: shlex.quote(f"{key}={name}")  # noqa: E731
         _setting(parser, option, named, "NAME", f"same as -o {key}=NAME")
     parser.add_argument("--skip-bad", action="store_true", help="drop malformed lines of the data")
-    parser.add_argument("--model", default="", help="folder, hub id, s3://, https://; empty: none")
+    parser.add_argument(
+        "--model", default="", help="smollm2, folder, hub id, s3://, https://; empty: of the preset"
+    )
     parser.add_argument("--dataset", default="", help="file, hub id, s3://, https://; empty: tasks")
     parser.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
     parser.add_argument("--seed", type=int, default=-1, help="same as -o run.seed=N")

@@ -36,7 +36,7 @@ class Result:
 def run_pipeline(
     config: Mapping[str, Any] | str | Path | None = None,
     *,
-    preset: str = "dapo-tiny",
+    preset: str = "",
     **options: Any,
 ) -> Result:
     """Run the pipeline on this machine in child processes, and print the progress.
@@ -46,7 +46,8 @@ def run_pipeline(
     Args:
         config: settings that override the preset, as sections (`{"train": {"learning_rate":
             1e-3}}`) or as `{"train.learning_rate": 1e-3}`; or the path of a TOML file.
-        preset: name of the preset to start from.
+        preset: name of the preset to start from; empty takes `dapo-small` with a `model`, else
+            `dapo-tiny`.
         options: options of `planish run` by their names: `root="/tmp/run"`, `iterations=2`,
             `dataset="mine.jsonl"`, `no_control=True`.
 

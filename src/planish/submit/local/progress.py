@@ -24,9 +24,12 @@ from planish.submit.root import open_alerts
 POLL_SECONDS = 0.3
 SAMPLING = re.compile(
     r"sampling kept=(\d+) goal=(\d+) dropped=(\d+) tokens_per_second=(\d+) slots=(\d+) "
-    r"seconds_left=(\w+)"
+    r"seconds_left=(\w+)|generating done=(\d+) goal=(\d+) tokens_per_second=(\d+)"
 )
-"""Log line that a rollout task writes every few seconds."""
+"""Log line that a rollout task or an evaluation writes every few seconds."""
+
+WARNINGS = re.compile(r"^## Warnings\n\n((?:- .*\n)+)", re.MULTILINE)
+"""Warnings in the plan that the stage `prepare` logs."""
 
 WORK_SECONDS = {"rollout": "sample_seconds", "train": "update_seconds"}
 """Map from stage to the metric of its working seconds, without process start, imports and
@@ -118,7 +121,9 @@ def sampling_line(log: str) -> str:
     found = SAMPLING.findall(log)
     if not found:
         return ""
-    kept, goal, dropped, speed, slots, left = found[-1]
+    kept, goal, dropped, speed, slots, left, *measured = found[-1]
+    if measured[0]:
+        return "generating: {} of {} responses, {} tokens/s".format(*measured)
     facts = f"{kept} of {goal} kept, {dropped} dropped, {speed} tokens/s, {slots} slots in use"
     return f"sampling: {facts}" + ("" if left == "unknown" else f", {left} s left")
 
@@ -153,6 +158,8 @@ def watch(
                     style = "bold red" if task.state == "failed" else None
                     line = progress_line(task, time.time() - began)
                     console.print(line, style=style, highlight=False)
+                    if task.stage == "prepare" and (found := WARNINGS.search(log.read_text())):
+                        console.print(found[1].rstrip(), style="yellow", highlight=False)
             for uri, line in open_alerts(root).items():
                 if uri not in alerts:
                     console.print(line, style="bold red", highlight=False)

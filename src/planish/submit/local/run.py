@@ -30,6 +30,7 @@ from planish.run.signals import RUN_STOP_SECONDS, end_descendants
 from planish.stages.report.facts import TaskLog
 from planish.store import file_uri, normal_uri
 from planish.submit.local.progress import seconds_by_stage, watch, work_seconds
+from planish.submit.local.small_model import SMOLLM2, model_address
 
 PACKAGE = Path(__file__).resolve().parents[2]
 TRACKER_SECONDS = 60.0
@@ -129,9 +130,16 @@ def read_summary(root: str) -> dict[str, Any]:
     return summary
 
 
-def tiny_preset(name: str) -> str:
-    """Return the preset of a run; a name of an algorithm means its tiny preset."""
-    return f"{name}-tiny" if f"{name}-tiny" in preset_names() else name
+def chosen_preset(name: str, model: str) -> str:
+    """Return the preset of a run: that for a trained or a new model if only an algorithm is named.
+
+    Example:
+        >>> chosen_preset("", ""), chosen_preset("", "smollm2"), chosen_preset("grpo", "")
+        ('dapo-tiny', 'dapo-small', 'grpo-tiny')
+    """
+    sizes = ["small"] * bool(model) + ["tiny"]
+    sized = [f"{name or 'dapo'}-{size}" for size in sizes]
+    return next((preset for preset in sized if preset in preset_names()), name)
 
 
 def open_log(root: str) -> Path:
@@ -148,13 +156,17 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     """Run the pipeline and print the progress; return the exit code."""
     if find_spec("kfp") is None:
         raise ConfigError("the extra `demo` must be installed: pip install 'planish[demo]'")
-    arguments.preset = tiny_preset(arguments.preset)
+    arguments.preset = chosen_preset(arguments.preset, arguments.model)
     arguments.overrides = " ".join(arguments.overrides)
     arguments.root = normal_uri(arguments.root or default_root(arguments))
     check_free(arguments.root, current_holder())
     log_path = open_log(arguments.root)
     console.print(f"run root   {arguments.root}", highlight=False)
     console.print(f"log        {log_path}", highlight=False)
+    console.print(f"report     {layout.report(arguments.root)}/report.html", highlight=False)
+    if arguments.model == SMOLLM2:
+        console.print(f"model      {SMOLLM2}, fetched once", highlight=False)
+        arguments.model = model_address()
     began = time.monotonic()
     process = start_run(arguments, log_path)
     followers: list[subprocess.Popen[bytes]] = []
@@ -224,6 +236,5 @@ def finish(
     result["process_start_seconds_mean"] = round(sum(starts) / max(1, len(starts)), 2)
     result |= {"root": arguments.root, "policy": summary["last_policy"]}
     result["report"] = f"{layout.report(arguments.root)}/report.html"
-    console.print(f"report     {result['report']}", highlight=False)
     print(json.dumps(result, sort_keys=True))
     return 0

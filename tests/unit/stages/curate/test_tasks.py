@@ -178,6 +178,24 @@ def test_a_row_is_taken_apart():
         assert problem_row(other) is None
 
 
+def test_short_sums_are_right_different_and_held_out_in_any_order_of_operands():
+    config = CurateConfig(task="short-sums", num_prompts=1024, evaluation_size=64)
+    curated = curate(config, 0, [], CurationLedger())
+    problems = [*curated.train, *curated.evaluation]
+    assert len(curated.evaluation) == 64
+    assert len({p.question for p in problems}) == len(problems) > 600
+    sides = [{p.family for p in side} for side in (curated.train, curated.evaluation)]
+    assert not sides[0] & sides[1]
+    assert curated.traced == []
+    for problem in problems:
+        left, operator, right = problem.question.removeprefix("What is ").rstrip("?").split()
+        right_answer = ColumnExpression(int(left), operator, int(right)).result
+        assert (problem.answer, right_answer >= 0) == (str(right_answer), True)
+        assert verify("integer", f"It is {right_answer}.", problem.answer).accuracy == 1.0
+    again = curate(config, 0, [], CurationLedger())
+    assert again.train == curated.train
+
+
 def run(**options):
     config = CurateConfig(dataset=str(GSM8K), **options)
     ledger = CurationLedger()

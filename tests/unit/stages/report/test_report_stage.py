@@ -19,7 +19,7 @@ from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page
 from planish.stages.report.reader import Reader
 from planish.stages.report.render import render_html, render_markdown
-from planish.stages.report.stage import add_control, run
+from planish.stages.report.stage import add_control, run, write_running
 from planish.stages.report.webhook import post
 from planish.store.documents import read_json, write_json
 from tests.servers.scripted_http import Reply, ScriptedServer
@@ -41,6 +41,36 @@ def report(root, artifacts, *, state="SUCCEEDED", failed_task="", error_message=
         max_restarts=0, **artifacts,
     )  # fmt: skip
     return {name: Path(artifact.path).read_text() for name, artifact in artifacts.items()}
+
+
+def test_the_page_of_a_running_run_reloads_itself_until_the_run_has_ended(short_root, artifacts):
+    entry = {"stage": "train", "iteration": 3, "shard": 0, "state": "running"}
+    write_json(
+        layout.stage_log(short_root, "train", 3, 0), {**entry, "start_seconds": 1.0, "seconds": 2.0}
+    )
+    folder = layout.report(short_root)
+    write_running(short_root, 3)
+    page = store.read(f"{folder}/report.html").decode()
+    assert '<meta http-equiv="refresh" content="20">' in page
+    assert "Running</span>" in page
+    assert 'id="samples"' in page
+    # A task that works is no failure, and what is not there yet is not missing.
+    assert 'id="failure"' not in page
+    assert 'id="missing"' not in page
+    assert not store.exists(f"{folder}/summary.json")
+    report(short_root, artifacts)
+    assert "refresh" not in store.read(f"{folder}/report.html").decode()
+
+
+def test_a_long_run_is_drawn_after_ever_fewer_iterations(short_root):
+    drawn = []
+    for iteration in (*range(1, 42), 1000, 1001):
+        uri = f"{layout.report(short_root)}/report.html"
+        write_running(short_root, iteration)
+        if store.exists(uri):
+            drawn.append(iteration)
+            store.delete(uri)
+    assert drawn == [*range(1, 41), 1000]
 
 
 def test_artifacts_and_the_copy_in_the_root_are_the_same(short_root, artifacts, tmp_path):

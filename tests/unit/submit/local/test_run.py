@@ -24,11 +24,12 @@ from planish.submit.local.pipeline import Result
 from planish.submit.local.progress import (
     progress_line,
     read_tasks,
+    sampling_line,
     seconds_by_stage,
     watch,
     work_seconds,
 )
-from planish.submit.local.run import default_root, finish, pipelines_folder, tiny_preset
+from planish.submit.local.run import chosen_preset, default_root, finish, pipelines_folder
 from tests.unit.submit.kfp_server import Server
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -69,6 +70,35 @@ def test_nothing_is_animated_where_the_output_is_no_terminal(variables, tmp_path
     out = io.StringIO()
     assert watch(process, f"file://{tmp_path}/root", Console(file=out), log, lambda: None) == []
     assert out.getvalue() == ""
+
+
+def test_warnings_of_the_plan_stand_below_the_line_of_prepare(tmp_path, monkeypatch):
+    monkeypatch.setattr("planish.submit.local.progress.POLL_SECONDS", 0.0)
+    root, looks, out = tmp_path.as_uri(), iter([None, 0]), io.StringIO()
+    entry = {"stage": "prepare", "iteration": 0, "shard": 0, "state": "done", "seconds": 1.0}
+    write_json(layout.stage_log(root, "prepare", 0, 0), {**entry, "start_seconds": time.time()})
+    log = tmp_path / "log"
+    log.write_text("plan\n# What will happen\n\n## Warnings\n\n- one\n- two\n\nmore\n- no\n")
+    process = SimpleNamespace(poll=lambda: next(looks))
+    watch(process, root, Console(file=out, width=200), log, lambda: None)
+    assert out.getvalue().splitlines()[1:] == ["- one", "- two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            "sampling kept=3 goal=8 dropped=1 tokens_per_second=9 slots=2 seconds_left=5",
+            "sampling: 3 of 8 kept, 1 dropped, 9 tokens/s, 2 slots in use, 5 s left",
+        ),
+        (
+            "generating done=3 goal=8 tokens_per_second=9",
+            "generating: 3 of 8 responses, 9 tokens/s",
+        ),
+    ],
+)
+def test_the_newest_progress_of_a_log_is_shown(line, shown):
+    assert sampling_line(f"x\n{line}\ny\n") == shown
 
 
 def test_a_machine_that_is_named_meanwhile_is_printed_once(tmp_path, monkeypatch):
@@ -123,13 +153,24 @@ def test_the_last_line_tells_accuracies_and_the_largest_divergence_of_the_engine
     assert last["control"] == {"accuracy": 0.25}
 
 
-def test_an_algorithm_alone_means_its_tiny_preset() -> None:
-    assert [tiny_preset(name) for name in ("grpo", "dapo-tiny", "dapo-paper", "typo")] == [
-        "grpo-tiny",
-        "dapo-tiny",
-        "dapo-paper",
-        "typo",
-    ]
+@pytest.mark.parametrize(
+    ("name", "model", "preset"),
+    [
+        ("", "", "dapo-tiny"),
+        ("", "smollm2", "dapo-small"),
+        ("grpo", "", "grpo-tiny"),
+        ("grpo", "m", "grpo-small"),
+        # It has no preset for a trained model.
+        ("gspo", "m", "gspo-tiny"),
+        ("dapo-tiny", "m", "dapo-tiny"),
+        ("dapo-paper", "m", "dapo-paper"),
+        ("typo", "m", "typo"),
+    ],
+)
+def test_an_algorithm_alone_means_the_preset_of_a_trained_or_a_new_model(
+    name: str, model: str, preset: str
+) -> None:
+    assert chosen_preset(name, model) == preset
 
 
 def test_no_text_is_taken_for_markup(
@@ -256,7 +297,7 @@ def test_options_and_settings_reach_the_command_and_its_last_line_is_the_result(
     table["reward"] = {"functions": [{"name": "mine:f", "weight": 0.5}]}
     result = planish.run_pipeline(table, root="r", iterations=2, no_control=True, no_track=False)
     given = json.loads(capsys.readouterr().out.splitlines()[1])
-    assert given[:5] == ["-m", "planish", "run", "--preset", "dapo-tiny"]
+    assert given[:5] == ["-m", "planish", "run", "--preset", ""]
     assert given[-3:] == ["--root=r", "--iterations=2", "--no-control"]
     asked = parser().parse_args(given[2:])
     assert [parse_override(word) for word in split_overrides(" ".join(asked.overrides))] == [
