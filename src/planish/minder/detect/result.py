@@ -10,9 +10,7 @@ from typing import Literal
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.frame import Frame
 
-Kind = Literal["dissimilar", "silent", "job_wide", "telemetry"]
-"""Kind of a finding. `telemetry`: the exporters have failed, so nothing is known of the
-machines."""
+Kind = Literal["dissimilar", "silent", "job_wide"]
 Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.base.errors import BackendUnavailable, ClusterError, PlanishError
-from planish.minder.act.actor import ActionOutcome, Actor
+from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert, AlertBook
+from planish.minder.act.decide import ActionOutcome
 from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
