@@ -26,7 +26,7 @@ CEILINGS = {
     "base": 6_420,
     "checkpoint": 70_170,
     "engines": 48_300,
-    "minder": 48_290,
+    "minder": 47_730,
     "models": 14_150,
     "records": 11_500,
     "run": 12_450,

@@ -153,9 +153,9 @@ def _alerts_of(result: Result) -> Iterator[Alert]:
     """Yield an alert for each finding, and for each failure of the telemetry."""
     end = float(result.end)
     for f in result.findings:
-        start, seen = float(f.run_start), f.run_start + f.duration_s
-        facts = (f.metric, start, seen, f.score_mean, f.machines)
-        yield _alert(result.job, f.kind, f.machine, *facts)
+        start = float(f.run_start)
+        seen = start + f.duration_s
+        yield _alert(result.job, f.kind, f.machine, f.metric, start, seen, f.score_mean, f.machines)
     broken = {name for machines in result.broken.values() for name in machines}
     # If the exporters of most machines stand still at once, they have one cause.
     lost = result.silent if result.status == "outage" else tuple(sorted(broken))

@@ -1,6 +1,5 @@
 """What Kubernetes and the boards say of machines changes whom a call names."""
 
-
 import pytest
 
 from planish.base.errors import ClusterError
