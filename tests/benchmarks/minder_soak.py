@@ -20,9 +20,10 @@ import numpy as np
 from kubernetes.client import Configuration
 
 from planish.base.errors import BackendUnavailable
-from planish.minder.act.actor import ActionOutcome, Actor
+from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert
 from planish.minder.act.config import ActConfig, KubernetesConfig
+from planish.minder.act.decide import ActionOutcome
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.denoise import Identity, Models

@@ -26,7 +26,7 @@ CEILINGS = {
     "base": 8_060,
     "checkpoint": 69_750,
     "engines": 47_270,
-    "minder": 48_290,
+    "minder": 47_730,
     "models": 14_400,
     "records": 11_500,
     "run": 12_450,

@@ -23,7 +23,8 @@ _NAMES = {
     "outage": "MinderTelemetryOutage",
     "broken": "MinderTelemetryBroken",
 }
-_TELEMETRY = ("outage", "broken")
+TELEMETRY = ("outage", "broken")
+"""Kinds of alerts about the exporters; they blame no machine."""
 _WHOLE_JOB: _Key = ("job_wide", "")
 
 
@@ -53,6 +54,11 @@ class Alert:
     def name(self) -> str:
         """Value of the label `alertname`."""
         return _NAMES.get(self.kind, "MinderFaultyMachine")
+
+    @property
+    def cause(self) -> str:
+        """Kind and metric in words."""
+        return f"{self.kind} {self.metric}".strip()
 
     @property
     def state(self) -> str:
@@ -87,7 +93,7 @@ class AlertBook:
                 changed.append(self._end(key, "the machine has left the job"))
             elif key in named:
                 continue
-            elif alert.kind in _TELEMETRY:
+            elif alert.kind in TELEMETRY:
                 changed.append(self._end(key, "not seen any more"))
             elif self._is_judged(alert, result) and result.end - alert.seen >= self._window_seconds:
                 changed.append(self._end(key, f"nothing seen for {self._window_seconds} s"))
@@ -147,12 +153,9 @@ def _alerts_of(result: Result) -> Iterator[Alert]:
     """Yield an alert for each finding, and for each failure of the telemetry."""
     end = float(result.end)
     for f in result.findings:
-        start, seen = float(f.run_start), f.run_start + f.duration_s
-        facts = (f.metric, start, seen, f.score_mean, f.machines)
-        if f.kind == "telemetry":
-            yield _alert(result.job, "outage", "", *facts)
-        else:
-            yield _alert(result.job, f.kind, f.machine, *facts)
+        start = float(f.run_start)
+        seen = start + f.duration_s
+        yield _alert(result.job, f.kind, f.machine, f.metric, start, seen, f.score_mean, f.machines)
     broken = {name for machines in result.broken.values() for name in machines}
     # If the exporters of most machines stand still at once, they have one cause.
     lost = result.silent if result.status == "outage" else tuple(sorted(broken))

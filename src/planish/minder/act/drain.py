@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ from planish.base.errors import ClusterError
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import NodeInfo, PodInfo, timestamp
+
+logger = logging.getLogger(__name__)
 
 CONFLICT, GONE, BLOCKED = 409, 404, 429
 _PATCH_TRIES = 3
@@ -41,7 +44,10 @@ def cordon(
             "spec": {"unschedulable": True, "taints": [*_others_taints(node), taint]},
         }
 
-    return change_node(cluster, node, change)
+    is_done = change_node(cluster, node, change)
+    if is_done:
+        logger.info("cordoned machine=%s alert=%s", node.name, alert_id)
+    return is_done
 
 
 def mark(cluster: Cluster, node: NodeInfo, reason: str, message: str, now: int) -> None:
@@ -49,11 +55,11 @@ def mark(cluster: Cluster, node: NodeInfo, reason: str, message: str, now: int) 
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         old = node.condition(names.FAULTY_MACHINE)
-        told = {"status": "True" if reason else "False", "message": message}
-        if told.items() <= old.items() or not (reason or old):
+        wanted = {"status": "True" if reason else "False", "message": message}
+        if wanted.items() <= old.items() or not (reason or old):
             return None
         new = {
-            **told,
+            **wanted,
             "type": names.FAULTY_MACHINE,
             "reason": reason or "Recovered",
             "lastTransitionTime": timestamp(now),
@@ -65,8 +71,10 @@ def mark(cluster: Cluster, node: NodeInfo, reason: str, message: str, now: int) 
     change_node(cluster, node, change)
 
 
-def release(cluster: Cluster, node: NodeInfo) -> None:
-    """Remove taint and annotations of a cordon from a node that a human made schedulable again."""
+def release(cluster: Cluster, node: NodeInfo, reason: str, now: int) -> None:
+    """Remove taint and annotations of a cordon from a node that a human made schedulable again, and
+    clear its condition for that reason.
+    """
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         if not node.is_ours:
@@ -76,6 +84,8 @@ def release(cluster: Cluster, node: NodeInfo) -> None:
         return {"metadata": {"annotations": annotations}, "spec": {"taints": _others_taints(node)}}
 
     change_node(cluster, node, change)
+    mark(cluster, cluster.node(node.name), "", reason, now)
+    logger.info("given up machine=%s", node.name)
 
 
 def change_node(
@@ -108,7 +118,7 @@ def _others_taints(node: NodeInfo) -> list[dict[str, str]]:
 class Attempt:
     """Eviction of a pod that a disruption budget holds back."""
 
-    begun: float
+    first: float
     """Unix seconds of the first request."""
     due: float
     """Unix seconds of the next request."""
@@ -145,10 +155,11 @@ def evict_round(cluster: Cluster, pods: Sequence[PodInfo], state: Evictions, now
             continue
         try:
             cluster.evict(pod)
+            logger.info("evicted pod=%s machine=%s", pod.name, pod.machine)
             done.evicted.append(pod)
         except ClusterError as error:
             if error.status == BLOCKED:
-                if now - attempt.begun < _GIVE_UP_SECONDS:
+                if now - attempt.first < _GIVE_UP_SECONDS:
                     attempt.due = now + max(attempt.pause, min(error.retry_after, _LONGEST_PAUSE))
                     attempt.pause = min(2 * attempt.pause, _LONGEST_PAUSE)
                     state.attempts[pod.uid] = attempt

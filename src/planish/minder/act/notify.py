@@ -14,18 +14,26 @@ from typing import Any
 
 from planish import store
 from planish.base.errors import ClusterError, PlanishError
-from planish.minder.act.alerts import Alert
+from planish.minder.act.alerts import Alert, AlertKind
 from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
-from planish.minder.act.kube.objects import JobInfo
+from planish.minder.act.kube.objects import JobInfo, timestamp
 from planish.records import layout
 
 logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 20
 """Newest reports that are kept with an alert."""
+_FAULTS: dict[AlertKind, str] = {
+    "dissimilar": "unlike its peers in {metric}",
+    "silent": "silent",
+    "job_wide": "unlike the others at the same time",
+    "outage": "without samples",
+    "broken": "with a broken exporter of {metric}",
+}
+"""Kinds of alerts in words."""
 
 
 class Notifier:
@@ -63,7 +71,8 @@ class Notifier:
         self._write_under_root(record, alert, job.run_root)
 
     def _write_events(self, alert: Alert, job: JobInfo | None, planned: str, now: int) -> None:
-        unlike = f"unlike its peers in {alert.metric or alert.kind} since {int(alert.since)}"
+        fault = _FAULTS[alert.kind].format(metric=alert.metric)
+        fault += f" since {timestamp(alert.since)}"
         if alert.machine:
             try:
                 node = self._cluster.node(alert.machine)
@@ -71,14 +80,13 @@ class Notifier:
                 # A removed node needs no Event; the alert goes on without it.
                 logger.debug("no event machine=%s error=%s", alert.machine, error)
             else:
-                message = f"{unlike}, alert {alert.id}"
-                self._events.note(node, names.FAULTY_MACHINE, message, now)
+                self._events.note(node, names.FAULTY_MACHINE, f"{fault}, alert {alert.id}", now)
                 if planned:
                     self._events.note(node, names.DRY_RUN, planned, now, is_warning=False)
         whose = f"machine {alert.machine}" if alert.machine else f"{len(alert.machines)} machines"
         for pod in job.pods if job is not None else ():
             if pod.machine in _machines(alert):
-                self._events.note(pod, names.POD_REASON, f"{whose} {unlike}", now)
+                self._events.note(pod, names.POD_REASON, f"{whose} {fault}", now)
 
     def _write_under_root(self, record: dict[str, Any], alert: Alert, root: str) -> None:
         if not allowed_root(root, self._cluster.config):

@@ -18,6 +18,9 @@ from planish.minder.detect.frame import F32, I64, Mask
 CHUNK_SECONDS = 60
 """Length of a chunk: history stores one median a chunk, later one median of 2, 4, 8, ... chunks."""
 
+_MATURE_SECONDS = 600
+"""Seconds of healthy history after which a baseline stops learning while any machine is a
+candidate."""
 _MAX_CHUNKS = 64
 _FLOOR_WITHOUT_FLOORS = 0.02
 _SETTLED = 0.25
@@ -77,13 +80,13 @@ class Baseline:
 
     @property
     def mature(self) -> Mask:
-        """[N], True for machines with at least `baseline_min_seconds` of history in some metric."""
+        """[N], True for machines with at least `_MATURE_SECONDS` of history in some metric."""
         counts = np.zeros(len(self.machines), int)
         for chunks in self._chunks.values():
             if chunks:
                 counts = np.maximum(counts, np.isfinite(np.stack(chunks)).sum(axis=0))
         seconds = counts * self._stride * CHUNK_SECONDS
-        return np.asarray(seconds >= self.config.baseline_min_seconds)
+        return np.asarray(seconds >= _MATURE_SECONDS)
 
     @property
     def begun(self) -> bool:
@@ -244,20 +247,13 @@ class Baseline:
             KeyError, TypeError, ValueError: the values are not of that form.
         """
         baseline = cls(config, is_role=is_role)
-        baseline.machines, baseline.until = tuple(map(str, raw["machines"])), int(raw["until"])
-        baseline._stride = 1
-        count = int(raw["minutes"]) // 2
-        for metric, (first, second) in raw["halves"].items():
-            rows = [np.array(row, np.float32) for row in (first, second)]
-            if any(row.shape != (len(baseline.machines),) for row in rows):
-                raise ValueError("a baseline must have one number for each machine")
-            # A very long history is restored shorter, so new measurements weigh more.
-            times = max(1, min(count, _MAX_CHUNKS // 4))
-            baseline._chunks[str(metric)] = [rows[0]] * times + [rows[1]] * times
-        baseline._used = {
-            str(metric): {str(name): float(value) for name, value in used.items()}
-            for metric, used in raw["used"].items()
-        }
+        baseline.machines, baseline.until = tuple(raw["machines"]), raw["until"]
+        # A very long history is restored shorter, so new measurements weigh more.
+        times = max(1, min(raw["minutes"] // 2, _MAX_CHUNKS // 4))
+        for metric, halves in raw["halves"].items():
+            first, second = (np.array(row, np.float32) for row in halves)
+            baseline._chunks[metric] = [first] * times + [second] * times
+        baseline._used = {metric: dict(used) for metric, used in raw["used"].items()}
         return baseline
 
 

@@ -26,11 +26,6 @@ class PreprocessConfig(Section):
     max_gap_seconds: int = Field(default=30, ge=0)
     """Longest gap in a series that is filled, in seconds. A longer gap ends a run; 0 fills every
     gap, as the paper does."""
-    min_known_share: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of seconds that must be known, after filling short gaps, before a metric is used."""
-    min_machine_share: float = Field(default=0.8, gt=0.0, le=1.0)
-    """Share of the machines for which `min_known_share` must hold; never fewer than four
-    machines."""
     join_grace_seconds: int = Field(default=120, ge=0)
     """Seconds after which a machine that joined a running job is compared with the others."""
     mask_broken_exporter: bool = True
@@ -39,8 +34,6 @@ class PreprocessConfig(Section):
     silent_after_seconds: int = Field(default=60, ge=0)
     """Seconds without a sample of any metric after which a machine is silent; 0 switches this off,
     as in the paper."""
-    outage_share: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Share of silent machines above which the telemetry is taken to have failed."""
     widen_limits: bool = True
     """Widen fitted limits for a job if most of its machines exceed them."""
     frozen_after_seconds: int = Field(default=60, ge=0)
@@ -53,8 +46,6 @@ class DenoiseConfig(Section):
 
     denoiser: Literal["vae", "pca", "none"] = "vae"
     """LSTM-VAE as published, principal components, or no smoothing."""
-    embedding: Literal["reconstruction", "latent"] = "reconstruction"
-    """Compared vector: the window that the VAE reconstructs, or the mean of its latent variable."""
     fall_back_to_pca: bool = True
     """Use principal components for a metric whose VAE was fitted badly."""
 
@@ -64,8 +55,6 @@ class DetectConfig(Section):
 
     metrics: tuple[str, ...] = Field(default=PUBLISHED_ORDER, strict=False)
     """Metrics in the order in which they are tried."""
-    distance: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"
-    """Distance between the embeddings of two machines."""
     max_peers: int | None = Field(default=256, ge=16)
     """Number of evenly spaced peers that each machine of a larger job is compared with; None:
     all."""
@@ -86,9 +75,7 @@ class DetectConfig(Section):
         }
     )
     """Smallest distance above the median machine that counts, in normalised units, by metric; None
-    switches floors off."""
-    default_floor: float = Field(default=0.05, ge=0.0)
-    """Floor of metrics that `floors` does not name."""
+    switches floors off. Other metrics have the floor 0.05."""
     role_baseline: bool = True
     """Subtract the difference that a machine showed in healthy history of the same job."""
     usual_distance: bool = True
@@ -108,9 +95,6 @@ class DetectConfig(Section):
     """Share of the usual activity below which the machines rest, e.g. during a checkpoint, when
     differences shrink. While they rest for at most `idle_seconds`, a run of a candidate does not
     end. 0 switches this off, as in the paper."""
-    baseline_min_seconds: int = Field(default=600, ge=60)
-    """Seconds of healthy history after which a baseline stops learning while any machine is a
-    candidate."""
     baseline_early_seconds: int = Field(default=120, ge=120)
     """Seconds of healthy history that a first baseline needs."""
     compare_within_stage: bool = True
@@ -120,20 +104,13 @@ class DetectConfig(Section):
     """Seconds without a break after which a candidate is named. Windows are one second apart."""
     gap_tolerance: int = Field(default=3, ge=0)
     """Windows without the candidate that a run may have, at most 2 % of the run; 0 as published."""
-    max_masked_share: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Share of masked machines above which a window neither counts nor ends a run."""
     only_most_unlike: bool = False
     """Let only the machine with the highest score be a candidate, as published. Two machines with
     the same fault then hide each other."""
     exhaustive: bool = True
     """Look for further faulty machines after the first one."""
-    max_rounds: int = Field(default=3, ge=1)
-    """Most rounds of one call; each round looks for faulty machines without those found before."""
-    job_wide_share: float = Field(default=0.05, gt=0.0, le=1.0)
-    """Share of faulty machines above which, if they are more than two, the whole job has an
-    event."""
     two_modes: bool = True
-    """Look for a group of machines, more than `job_wide_share` and at most half of them, whose
+    """Look for a group of machines, more than a twentieth and at most half of them, whose
     values differ from the rest. The group is an event of the whole job too, since its machines are
     too similar to be found one by one."""
     warmup_seconds: int = Field(default=180, ge=0)

@@ -14,6 +14,7 @@ import numpy as np
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import WINDOW, Denoiser
 from planish.minder.detect.distances import (
+    MAX_MASKED_SHARE,
     Trace,
     activity,
     candidates,
@@ -26,13 +27,14 @@ from planish.minder.detect.distances import (
 )
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
 from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS, WORK
-from planish.minder.detect.preprocess import Prepared, are_dead
+from planish.minder.detect.preprocess import OUTAGE_SHARE, Prepared, are_dead
 from planish.minder.detect.result import (
     Candidate,
     Evidence,
     Finding,
     Kind,
     Result,
+    job_wide,
     make_result,
 )
 from planish.minder.detect.runs import (
@@ -47,6 +49,10 @@ from planish.minder.detect.runs import (
 )
 from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
 
+_MAX_ROUNDS = 3
+"""Most rounds of one call; each round looks for faulty machines without those found before."""
+_JOB_WIDE_SHARE = 0.05
+"""Share of faulty machines above which, if they are more than two, the whole job has an event."""
 _NEXT_SHARE = 0.2
 """Largest share of the faulty machine's distance that the next machine may have in an aliased
 metric; also the largest share of the needed time."""
@@ -107,7 +113,12 @@ class View:
     @property
     def job_wide_limit(self) -> int:
         """Most faulty machines that are named one by one; more are an event of the whole job."""
-        return int(max(2.0, self.config.detect.job_wide_share * self.frame.num_machines))
+        return int(job_wide_limit(self.frame.num_machines))
+
+
+def job_wide_limit(machines: int) -> float:
+    """Return the number of faulty machines of a job above which the whole job has an event."""
+    return max(2.0, _JOB_WIDE_SHARE * machines)
 
 
 def may_be_aliased(name: str, view: View) -> bool:
@@ -145,7 +156,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
     }
     frozen = np.isin(frame.machines, view.prepared.frozen)
-    limit = max(1.0, config.preprocess.outage_share * frame.num_machines)
+    limit = max(1.0, OUTAGE_SHARE * frame.num_machines)
     after = config.preprocess.silent_after_seconds
     if frozen.sum() > limit or (
         silent.sum() > limit and not are_dead(view.prepared, view.job.named, after)
@@ -165,7 +176,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         return make_result(frame, config, status, started, **facts)
     facts["candidates"] = ()
     turns: dict[str, dict[str, int]] = {}
-    for number in range(rules.max_rounds if rules.exhaustive else 1):
+    for number in range(_MAX_ROUNDS if rules.exhaustive else 1):
         named = _named(view, {finding.machine for finding in findings})
         if number == 0:
             facts["candidates"] = _ongoing(view, named)
@@ -175,7 +186,9 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         findings += new
         if not new:
             break
-    findings = _as_job_wide(view, findings + _part_findings(view, turns))
+    findings += _part_findings(view, turns)
+    if rules.exhaustive and len({f.machine for f in findings}) > view.job_wide_limit:
+        findings = [job_wide(findings)]
     blamed = {finding.machine for finding in findings}
     facts["turns"] = {
         metric: kept
@@ -269,7 +282,7 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
         named[view.ignored] = False
         kept = np.count_nonzero(~gone)
         absent = kept - rest.present.sum(axis=1)
-        unknown = (absent > rules.max_masked_share * kept) | view.ignored
+        unknown = (absent > MAX_MASKED_SHARE * kept) | view.ignored
         rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
         result[name] = _Named(
@@ -432,7 +445,15 @@ def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]
 
 
 def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[Finding]:
-    """Return the machines that were candidates for long enough, over all metrics."""
+    """Return the machines that were candidates for long enough, over all metrics.
+
+    A long run names its machine unless one of these explains it, in this order: the samples of a
+    young job may meet another phase of an iteration; in an aliased metric, other machines are as
+    far away; the machines differ in turn, for about as long, or split or gradually, which makes the
+    needed time longer; two other machines are far away too; the host has other work beside the job;
+    the run was over before the last call. Each of them rejects a run on its own, so their order
+    changes no finding: cheap ones stand before those that read other metrics.
+    """
     rules, frame = view.config.detect, view.frame
     interval = view.config.service.interval_seconds
     aliased = {name for name in named if may_be_aliased(name, view)}
@@ -545,8 +566,7 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
                 ignored,
                 gap=floor_of(name, rules),
                 smallest=view.job_wide_limit + 1,
-                seconds=BLOCK_SECONDS,
-                max_masked=rules.max_masked_share,
+                max_masked=MAX_MASKED_SHARE,
             )
             known = view.job.turns.get(name, {})
             needed = rules.continuity_seconds * (_YOUNG_PARTS if view.job.is_young else 1.0)
@@ -577,22 +597,3 @@ def _is_by_design(part: I64, columns: I64, view: View) -> bool:
         if low.max() + floor_of(name, view.config.detect) < high.min():
             return True
     return False
-
-
-def _as_job_wide(view: View, findings: list[Finding]) -> list[Finding]:
-    """Replace findings by one finding of the whole job if they are too many."""
-    names = sorted({finding.machine for finding in findings})
-    if not view.config.detect.exhaustive or len(names) <= view.job_wide_limit:
-        return findings
-    return [
-        Finding(
-            machine="",
-            metric="",
-            kind="job_wide",
-            run_start=min(finding.run_start for finding in findings),
-            confirmed_at=max(finding.confirmed_at for finding in findings),
-            duration_s=max(finding.duration_s for finding in findings),
-            score_mean=float(np.mean([finding.score_mean for finding in findings])),
-            machines=tuple(names),
-        )
-    ]

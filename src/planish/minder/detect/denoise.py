@@ -173,20 +173,17 @@ class Vae:
         *,
         version: str,
         quality: str = "good",
-        latent: bool = False,
     ) -> None:
-        """Set weights with the names of `shapes`; with `latent`, latent means are compared."""
-        self.metric, self.version, self.quality, self.latent = metric, version, quality, latent
+        """Set weights with the names of `shapes`."""
+        self.metric, self.version, self.quality = metric, version, quality
         self._encoder, self._decoder = _Lstm.of(weights, "encoder"), _Lstm.of(weights, "decoder")
         self._mean, self._mean_bias = weights["mean.weight"], weights["mean.bias"][:, None]
         self._output, self._output_bias = weights["output.weight"], weights["output.bias"]
 
     def embed(self, windows: F32) -> F32:
-        """Return the reconstructions [M, 8] of windows [M, 8], or their latent means [M,
-        latent].
-        """
-        latent, hidden = self._mean.shape
-        result = np.empty((len(windows), latent if self.latent else WINDOW), np.float32)
+        """Return the reconstructions [M, 8] of windows [M, 8]."""
+        hidden = self._mean.shape[1]
+        result = np.empty((len(windows), WINDOW), np.float32)
         for start in range(0, len(windows), _BLOCK_WINDOWS):
             block = slice(start, start + _BLOCK_WINDOWS)
             x = np.ascontiguousarray(windows[block].T, np.float32)
@@ -199,9 +196,6 @@ class Vae:
                 seen[hidden] = row
                 self._encoder.step(seen, c, gates)
             z: F32 = self._mean @ seen[:hidden] + self._mean_bias
-            if self.latent:
-                result[block] = z.T
-                continue
             # The decoder has the same input at every step.
             seen = np.concatenate([np.zeros_like(c), z, np.ones((1, count), np.float32)])
             c[:] = 0.0

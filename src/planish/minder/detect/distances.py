@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,10 @@ from planish.minder.detect.frame import F32, F64, I64, Job, Mask
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import Prepared
 
-Distance = Literal["euclidean", "manhattan", "chebyshev"]
-
+MAX_MASKED_SHARE = 0.2
+"""Share of masked machines above which a window neither counts nor ends a run."""
+_DEFAULT_FLOOR = 0.05
+"""Floor of metrics that `floors` does not name."""
 _BLOCK_WINDOWS = 64
 """Windows that are denoised and compared as one batch."""
 _CENTRES = 3
@@ -199,7 +201,7 @@ def fill_trace(
             cells = np.ix_(rows, columns)
             here, peers = trace.present[cells], peers_of(len(columns), config)
             group = of_group(embedded, columns)
-            trace.put(cells, distance_sums(group, config.distance, here, peers))
+            trace.put(cells, distance_sums(group, here, peers))
     return seconds
 
 
@@ -211,12 +213,7 @@ def peers_of(machines: int, config: DetectConfig) -> I64:
     return np.linspace(0, machines - 1, count).round().astype(np.int64)
 
 
-def distance_sums(
-    embeddings: F32,
-    distance: Distance = "euclidean",
-    present: Mask | None = None,
-    peers: I64 | None = None,
-) -> F32:
+def distance_sums(embeddings: F32, present: Mask | None = None, peers: I64 | None = None) -> F32:
     """Return [W, N], the sum of the distances from each machine to all others, of [W, N, d].
 
     Machines that are not `present` [W, N] are left out and have sum 0. If `peers` are given, the
@@ -235,23 +232,19 @@ def distance_sums(
     chosen = np.arange(machines) if peers is None else peers
     weights = here[:, chosen]
     sums = np.empty((windows, machines), np.float32)
-    if distance == "euclidean":
-        left, right = _factors(embeddings, here, chosen)
+    left, right = _factors(embeddings, here, chosen)
     rows = max(1, min(machines, _BLOCK_BYTES // (4 * len(chosen))))
     span = max(1, _BLOCK_BYTES // (4 * len(chosen) * rows))
     for first in range(0, windows, span):
         some = slice(first, first + span)
         for start in range(0, machines, rows):
             mine = slice(start, start + rows)
-            if distance == "euclidean":
-                block = np.matmul(left[some, mine], right[some])
-                np.maximum(block, 0.0, out=block)
-                # Rounding must not give a machine a distance to itself.
-                own = np.flatnonzero((chosen >= start) & (chosen < start + rows))
-                block[:, chosen[own] - start, own] = 0.0
-                np.sqrt(block, out=block)
-            else:
-                block = _grid_distances(embeddings[some, mine], embeddings[some, chosen], distance)
+            block = np.matmul(left[some, mine], right[some])
+            np.maximum(block, 0.0, out=block)
+            # Rounding must not give a machine a distance to itself.
+            own = np.flatnonzero((chosen >= start) & (chosen < start + rows))
+            block[:, chosen[own] - start, own] = 0.0
+            np.sqrt(block, out=block)
             sums[some, mine] = np.matmul(block, weights[some, :, None])[..., 0]
     # The sum over the peers is scaled to a sum over all machines but itself.
     seen = weights.sum(axis=1, keepdims=True) - np.isin(np.arange(machines), chosen) * here
@@ -274,18 +267,6 @@ def _factors(x: F32, here: F32, peers: I64) -> tuple[F32, F32]:
     right[:, width] = 1.0
     right[:, width + 1] = squares[:, peers]
     return left, right
-
-
-def _grid_distances(x: F32, peers: F32, distance: Distance) -> F32:
-    """Return the distances [W, R, P] from machines to peers, one coordinate at a time."""
-    total = np.zeros((len(x), x.shape[1], peers.shape[1]), np.float32)
-    for place in range(x.shape[2]):
-        gap = np.abs(x[:, :, None, place] - peers[:, None, :, place])
-        if distance == "manhattan":
-            total += gap
-        else:
-            np.maximum(total, gap, out=total)
-    return total
 
 
 def normal_scores(sums: F32, present: Mask | None = None) -> F32:
@@ -349,7 +330,7 @@ def floor_of(name: str, config: DetectConfig) -> float:
     """Return the smallest distance above the median that counts; -inf if floors are off."""
     if config.floors is None:
         return -np.inf
-    return config.floors.get(METRICS[name].name, config.default_floor)
+    return config.floors.get(METRICS[name].name, _DEFAULT_FLOOR)
 
 
 def activity(name: str, prepared: Prepared, config: DetectConfig) -> F64:

@@ -6,7 +6,8 @@ This module imports numpy only.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,27 +66,22 @@ class Frame:
     def slice(self, start: int, end: int) -> Frame:
         """Return the frame of the seconds `start <= t < end` (unix); its arrays are views."""
         low, high = np.searchsorted(self.ts, [start, end])
-        return Frame(
-            self.job,
-            self.ts[low:high],
-            self.machines,
-            {name: array[low:high] for name, array in self.values.items()},
-            {name: array[low:high] for name, array in self.mask.items()},
-            self.held,
-        )
+        return self._cut(np.s_[low:high], self.machines)
 
     def select(self, machines: Sequence[str]) -> Frame:
         """Return the frame of some machines."""
         place = {name: i for i, name in enumerate(self.machines)}
         names = tuple(sorted(machines))
-        columns = [place[name] for name in names]
-        return Frame(
-            self.job,
-            self.ts,
-            names,
-            {name: array[:, columns] for name, array in self.values.items()},
-            {name: array[:, columns] for name, array in self.mask.items()},
-            self.held,
+        return self._cut(np.s_[:, [place[name] for name in names]], names)
+
+    def _cut(self, cells: Any, machines: tuple[str, ...]) -> Frame:
+        """Return the frame of some cells of the arrays."""
+        return replace(
+            self,
+            ts=self.ts[cells[0] if isinstance(cells, tuple) else cells],
+            machines=machines,
+            values={name: array[cells] for name, array in self.values.items()},
+            mask={name: array[cells] for name, array in self.mask.items()},
         )
 
 
@@ -120,7 +116,7 @@ class Job:
     devices: Mapping[str, int] = field(default_factory=dict)
     """Map from machine to the largest number of GPUs that it has shown."""
     mature: Collection[str] = ()
-    """Machines whose baselines rest on `baseline_min_seconds` of history."""
+    """Machines whose baselines have ten minutes of healthy history."""
     is_young: bool = False
     """True while the turns of the machines are not known."""
     asked: int = 0

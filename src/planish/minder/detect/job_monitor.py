@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from planish.minder.detect.detector import Detector
 from planish.minder.detect.distances import comparison_groups
 from planish.minder.detect.frame import Frame, Job, Mask, Stretches
 from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS, columns_of
-from planish.minder.detect.preprocess import limits_of, needed_scale
+from planish.minder.detect.preprocess import OUTAGE_SHARE, limits_of, needed_scale
 from planish.minder.detect.result import Result, make_result
 from planish.minder.detect.roles import ROLE_SECONDS, differ, find_roles
 from planish.minder.detect.runs import stretches
@@ -26,8 +27,8 @@ _CANDIDATE_SECONDS = 60
 """Seconds after which a candidate stops the learning of baselines."""
 _SUSPECT_SECONDS = 86_400
 """Seconds for which a machine that was named may still be faulty."""
-_TIMES = ("joined", "suspects", "devices")
-"""Attributes that map a machine to a number and are saved for a restart."""
+_SAVED = ("joined", "suspects", "devices", "started", "scales", "turns", "roles", "idle")
+"""Attributes that are saved for a restart."""
 _YOUNG_SECONDS = 1_800
 """Seconds after which a job has shown which of its machines differ in turn."""
 _MOVED_SHARE = 0.1
@@ -50,8 +51,6 @@ class JobMonitor:
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
     ) -> None:
         self.job, self.config = job, config
-        self._begun = 0
-        """Unix second of the first measurement of the job."""
         self._forget()
         self.known = Job()
         self._detector = detector or Detector(models, config)
@@ -179,7 +178,7 @@ class JobMonitor:
         old = [name for name in frame.machines if since.get(name, 0) <= now]
         frame = frame.select(old) if len(old) < frame.num_machines else frame
         since = {name: at for name, at in since.items() if name in old and at > frame.ts[0]}
-        if len(since) > self.config.preprocess.outage_share * frame.num_machines:
+        if len(since) > OUTAGE_SHARE * frame.num_machines:
             # Too many machines are young: the frame begins when the last of them counts.
             frame = frame.slice(max(since.values()), now)
         return frame, since
@@ -299,12 +298,7 @@ class JobMonitor:
         """Return the state that a restarted service needs."""
         return {
             "job": self.job,
-            **{name: dict(getattr(self, f"_{name}")) for name in _TIMES},
-            "started": self._started,
-            "scales": dict(self._scales),
-            "turns": {metric: dict(turns) for metric, turns in self._turns.items()},
-            "roles": self._roles,
-            "idle": [list(stretch) for stretch in self._idle],
+            **{name: copy.deepcopy(getattr(self, f"_{name}")) for name in _SAVED},
             "baseline": self.baseline.to_json(),
             "usual": self.usual.to_json(),
         }
@@ -323,20 +317,13 @@ class JobMonitor:
         Raises:
             KeyError, TypeError, ValueError: the values are not of that form.
         """
-        monitor = cls(str(state["job"]), models, config, detector=detector)
+        monitor = cls(state["job"], models, config, detector=detector)
         monitor.baseline = Baseline.from_json(config.detect, state["baseline"])
         monitor.usual = Baseline.from_json(config.detect, state["usual"], is_role=False)
-        monitor._started = int(state["started"])
-        monitor._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
-        # The state of an earlier release lacks these entries.
-        for kind in _TIMES:
-            numbers = {str(name): int(number) for name, number in state.get(kind, {}).items()}
-            setattr(monitor, f"_{kind}", numbers)
-        for metric, turns in state.get("turns", {}).items():
-            monitor._turns[str(metric)] = {str(name): int(turn) for name, turn in turns.items()}
-        roles = state.get("roles", {})
-        monitor._roles = {str(name): str(role) for name, role in roles.items()}
-        monitor._idle = [(int(start), int(stop)) for start, stop in state.get("idle", ())]
+        # The state of an earlier release lacks some entries.
+        for name in state.keys() & set(_SAVED):
+            setattr(monitor, f"_{name}", copy.deepcopy(state[name]))
+        monitor._idle = [(start, stop) for start, stop in monitor._idle]
         return monitor
 
 

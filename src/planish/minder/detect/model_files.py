@@ -151,7 +151,6 @@ def _denoiser(folder: Path, metric: str, config: DenoiseConfig) -> Denoiser:
         {name.removeprefix("vae."): tensors[name] for name in wanted},
         version=facts.model_id,
         quality=facts.quality,
-        latent=config.embedding == "latent",
     )
 
 

@@ -16,6 +16,12 @@ from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.frame import COARSE_SECONDS, COARSEST_SECONDS, F32, F64, I64, Frame, Mask
 from planish.minder.detect.metrics_table import METRICS, Metric, columns_of
 
+MIN_KNOWN_SHARE = 0.9
+"""Share of seconds that must be known, after filling short gaps, before a metric is used."""
+_MIN_MACHINE_SHARE = 0.8
+"""Share of the machines for which `MIN_KNOWN_SHARE` must hold; never fewer than four machines."""
+OUTAGE_SHARE = 0.2
+"""Share of silent machines above which the telemetry is taken to have failed."""
 _STEP = 1.1
 """Base of the powers by which limits are widened; limits that are too narrow by less stay."""
 _TOP_QUANTILE = 0.99
@@ -72,54 +78,47 @@ def prepare(
     `limits` are the fitted limits of metrics that have no fixed ones. `scales` maps a metric to the
     factor by which its limits are widened for this job.
     """
-    values: dict[str, F32] = {}
-    masked: dict[str, Mask] = {}
-    skipped: dict[str, str] = {}
-    known: dict[str, float] = {}
-    clipped: dict[str, float] = {}
     rules = config.preprocess
-    intervals: dict[str, F64] = {}
     broken = broken_exporters(frame) if rules.mask_broken_exporter else {}
     frozen = frozen_exporters(frame, rules.frozen_after_seconds)
+    still = tuple(sorted({name for machines in frozen.values() for name in machines}))
+    ready = Prepared(frame, {}, {}, {}, {}, broken, {}, silent_seconds(frame), still)
     for name in columns_of(config.detect.metrics, frame.values):
         if name not in frame.values:
-            skipped[name] = "absent"
+            ready.skipped[name] = "absent"
             continue
         real = frame.mask[name].copy()
         real[:, [frame.machines.index(m) for m in broken.get(name, ())]] = False
         for machine, first in frozen.get(name, {}).items():
             real[first:, frame.machines.index(machine)] = False
         filled, unknown = fill(frame.values[name], real, rules.max_gap_seconds)
-        reason = unusable(frame.values[name], real, unknown, config)
+        reason = unusable(frame.values[name], real, unknown)
         bounds = limits_of(METRICS[name], config, limits, board)
         if not reason and (bounds is None or bounds[0] >= bounds[1]):
             reason = "limits"
         if reason:
-            skipped[name] = reason
+            ready.skipped[name] = reason
             if reason in ("missing", "coarse"):
-                known[name] = known_share(unknown, config)
+                ready.known[name] = known_share(unknown)
             continue
         assert bounds is not None
-        intervals[name] = np.maximum(sample_intervals(filled, unknown), frame.held.get(name, 1.0))
+        intervals = np.maximum(sample_intervals(filled, unknown), frame.held.get(name, 1.0))
+        ready.intervals[name] = intervals
         if config.detect.gap_tolerance and METRICS[name].kind == "gauge":
-            filled = steadied(filled, unknown, intervals[name])
+            filled = steadied(filled, unknown, intervals)
         for machine, first in frozen.get(name, {}).items():
             unknown[first:, frame.machines.index(machine)] = True
         scaled = transformed(filled, METRICS[name])
         scaled = (scaled - np.float32(bounds[0])) / np.float32(bounds[1] - bounds[0])
         is_known = ~unknown
         beyond = is_known & ((scaled < 0) | (scaled > 1))
-        clipped[name] = float(beyond.sum() / max(1, is_known.sum()))
+        ready.clipped[name] = float(beyond.sum() / max(1, is_known.sum()))
         scaled = np.clip(scaled / np.float32((scales or {}).get(METRICS[name].name, 1.0)), 0.0, 1.0)
         scaled[unknown] = 0.0
-        values[name], masked[name] = scaled.astype(np.float32), unknown
+        ready.values[name], ready.masked[name] = scaled.astype(np.float32), unknown
     for name, machines in frozen.items():
         broken[name] = tuple(sorted({*broken.get(name, ()), *machines}))
-    still = tuple(sorted({name for machines in frozen.values() for name in machines}))
-    silent = silent_seconds(frame)
-    return Prepared(
-        frame, values, masked, skipped, clipped, broken, intervals, silent, still, known
-    )
+    return ready
 
 
 def limits_of(
@@ -242,22 +241,22 @@ def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
     return result
 
 
-def known_share(unknown: Mask, config: MinderConfig) -> float:
+def known_share(unknown: Mask) -> float:
     """Return the share of known seconds that every one of the required machines reaches.
 
-    The required machines are the `min_machine_share` with the most known seconds. `unknown` is [T,
+    The required machines are the `_MIN_MACHINE_SHARE` with the most known seconds. `unknown` is [T,
     N], True where nothing is known even after filling.
     """
     shares = np.sort((~unknown).mean(axis=0))[::-1]
-    enough = max(4, int(np.ceil(config.preprocess.min_machine_share * len(shares))))
+    enough = max(4, int(np.ceil(_MIN_MACHINE_SHARE * len(shares))))
     return float(shares[:enough].min(initial=1.0))
 
 
-def unusable(values: F32, real: Mask, unknown: Mask, config: MinderConfig) -> str:
+def unusable(values: F32, real: Mask, unknown: Mask) -> str:
     """Return why a metric [T, N] can not be used in this frame; empty if it can."""
     if not real.any():
         return "missing"
-    if known_share(unknown, config) < config.preprocess.min_known_share:
+    if known_share(unknown) < MIN_KNOWN_SHARE:
         seconds = next((np.flatnonzero(column) for column in real.T if column.sum() > 2), ())
         # Coarse samples come regularly, but less often than every two seconds.
         return "coarse" if len(seconds) and np.median(np.diff(seconds)) > 2 else "missing"

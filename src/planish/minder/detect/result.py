@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.frame import Frame
 
-Kind = Literal["dissimilar", "silent", "job_wide", "telemetry"]
-"""Kind of a finding. `telemetry`: the exporters have failed, so nothing is known of the
-machines."""
+Kind = Literal["dissimilar", "silent", "job_wide"]
 Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
 
 
@@ -107,6 +108,20 @@ class Result:
         return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
 
 
+def job_wide(findings: Sequence[Finding]) -> Finding:
+    """Return one finding of the whole job in place of findings about many machines."""
+    return Finding(
+        machine="",
+        metric="",
+        kind="job_wide",
+        run_start=min(finding.run_start for finding in findings),
+        confirmed_at=max(finding.confirmed_at for finding in findings),
+        duration_s=max(finding.duration_s for finding in findings),
+        score_mean=float(np.mean([finding.score_mean for finding in findings])),
+        machines=tuple(sorted({finding.machine for finding in findings})),
+    )
+
+
 def make_result(
     frame: Frame, config: MinderConfig, status: str, started: float, **facts: object
 ) -> Result:
@@ -120,7 +135,7 @@ def make_result(
         end=start + frame.num_seconds,
         n_machines=frame.num_machines,
         profile=config.profile,
-        distance=config.detect.distance,
+        distance="euclidean",
         call_seconds=time.perf_counter() - started,
         **known,  # type: ignore[arg-type]
     )

@@ -118,16 +118,6 @@ class Rule:
         needed = rules.continuity_seconds + growth(intervals)
         return cls(needed, touched, resting(share, rules), rules.gap_tolerance)
 
-    def runs(self, machine: int, named: Mask, masked: Mask) -> list[Run]:
-        """Return the runs of one machine, see `runs`."""
-        return runs(
-            machine,
-            named,
-            masked | (self.resting & ~named),
-            gap_tolerance=self.gap_tolerance,
-            sample=int(self.samples[machine]),
-        )
-
 
 def runs_of(
     named: Mask, rule: Rule, unknown: Mask, present: Mask, far: Mask
@@ -151,7 +141,13 @@ def runs_of(
     if rule.gap_tolerance:
         masked = masked | ~here | short_stretches(away & ~mine, _MOMENT)
     return {
-        machine: rule.runs(machine, mine[place], masked[place])
+        machine: runs(
+            machine,
+            mine[place],
+            masked[place] | (rule.resting & ~mine[place]),
+            gap_tolerance=rule.gap_tolerance,
+            sample=int(rule.samples[machine]),
+        )
         for place, machine in enumerate(often.tolist())
     }
 

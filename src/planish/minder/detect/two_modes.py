@@ -47,10 +47,9 @@ def find_parts(
     *,
     gap: float,
     smallest: int,
-    seconds: int,
     max_masked: float,
 ) -> list[Part]:
-    """Return the groups that differ for more than `seconds` without a break, in order of time.
+    """Return the groups that differ for more than one block without a break, in order of time.
 
     Args:
         ts: [T] unix seconds.
@@ -59,12 +58,11 @@ def find_parts(
         ignored: [T], seconds that end a run.
         gap: least distance between the nearest machines of the two sides.
         smallest: fewest machines of a side.
-        seconds: duration that a part must exceed.
         max_masked: share of unknown machines above which a block neither counts nor ends a run.
     """
     first = int(-ts[0] % BLOCK_SECONDS) if len(ts) else 0
     blocks = (len(ts) - first) // BLOCK_SECONDS
-    if blocks * BLOCK_SECONDS <= seconds or values.shape[1] < 2 * smallest:
+    if blocks < 2 or values.shape[1] < 2 * smallest:
         return []
     medians = block_medians(values, masked, first, blocks)
     known = np.isfinite(medians)
@@ -79,7 +77,7 @@ def find_parts(
         elif not _same(sides[begin], sides[row]):
             begin = row
         goes_on = row + 1 < len(counted) and apart[row + 1] and _same(sides[begin], sides[row + 1])
-        if not goes_on and (row + 1 - begin) * BLOCK_SECONDS > seconds:
+        if not goes_on and row > begin:
             ends = counted[[begin, row]] + [0, 1]
             start, stop = (int(ts[0]) + first + ends * BLOCK_SECONDS).tolist()
             low, high = np.flatnonzero(sides[row] < 0), np.flatnonzero(sides[row] > 0)

@@ -20,9 +20,11 @@ import numpy as np
 
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.continuity import job_wide_limit
 from planish.minder.detect.denoise import WINDOW, Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.distances import (
+    MAX_MASKED_SHARE,
     Trace,
     activity,
     fleet_median,
@@ -230,7 +232,7 @@ def record(source: Case | Path, models: Models, config: MinderConfig) -> Recorde
         seconds=frame.num_seconds,
         alarms=tuple(sorted(silent.values(), key=lambda alarm: (alarm.time, alarm.machine))),
     )
-    limit = max(2.0, config.detect.job_wide_share * frame.num_machines)
+    limit = job_wide_limit(frame.num_machines)
     hits = _hits(kept, case, config)
     return Recorded(outcome, hits, limit, config.service.window_seconds)
 
@@ -248,7 +250,7 @@ def _hits(
     thetas = sorted({Thresholds(t, k, {}).of_job(len(machines)) for t, k in pairs})
     hits: dict[tuple[str, float, float], Hits] = {}
     for name, metric in kept.items():
-        unknown = (~metric.present).mean(axis=1) > rules.max_masked_share
+        unknown = (~metric.present).mean(axis=1) > MAX_MASKED_SHARE
         for theta, floor in itertools.product(thetas, floors):
             far = metric.present & (metric.above > floor)
             runs = runs_of(far & (metric.scores > theta), metric.rule, unknown, metric.present, far)

@@ -99,7 +99,7 @@ def wrong_cases(outcomes: Sequence[CaseOutcome]) -> list[dict[str, Any]]:
 def markdown(document: Mapping[str, Any]) -> str:
     """Return the tables of a report."""
     parts = [
-        main_table({"minder": document}),
+        main_table(document),
         group_table("kind of fault", document["by_kind"]),
         group_table("machines", document["by_size"]),
     ]
@@ -112,31 +112,27 @@ def table(head: str, rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([head, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def main_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with a row for each detector; `summaries` maps its name to its summary."""
+def main_table(figures: Mapping[str, Any]) -> str:
+    """Return a table of the summary of a detector."""
     head = (
         "| detector | precision | recall | F1 | F1 strict | F1 detectable | alert after s, median "
         "(p90) | false alarms / 1,000 machine-h | normal runs quiet | s per call, mean (max) |"
     )
-    rows = []
-    for name, figures in summaries.items():
-        median, p90 = (
-            "-" if figures[key] is None else f"{figures[key]:.0f}"
-            for key in ("delay_median_s", "delay_p90_s")
-        )
-        rows.append(
-            (
-                name,
-                *(_interval(figures["first"][key]) for key in ("precision", "recall", "f1")),
-                _interval(figures["strict"]["f1"]),
-                _interval(figures["detectable_first"]["f1"]),
-                f"{median} ({p90})",
-                f"{figures['false_alarms_per_1000_machine_hours']:.1f}",
-                f"{100 * figures['normal_without_alert']:.0f} %",
-                f"{figures['call_mean_s']:.3f} ({figures['call_max_s']:.2f})",
-            )
-        )
-    return table(head, rows)
+    median, p90 = (
+        "-" if figures[key] is None else f"{figures[key]:.0f}"
+        for key in ("delay_median_s", "delay_p90_s")
+    )
+    row = (
+        "minder",
+        *(_interval(figures["first"][key]) for key in ("precision", "recall", "f1")),
+        _interval(figures["strict"]["f1"]),
+        _interval(figures["detectable_first"]["f1"]),
+        f"{median} ({p90})",
+        f"{figures['false_alarms_per_1000_machine_hours']:.1f}",
+        f"{100 * figures['normal_without_alert']:.0f} %",
+        f"{figures['call_mean_s']:.3f} ({figures['call_max_s']:.2f})",
+    )
+    return table(head, [row])
 
 
 def group_table(title: str, groups: Mapping[str, Any]) -> str:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import WINDOW
-from planish.minder.detect.frame import F64, Frame
+from planish.minder.detect.distances import normal_scores
+from planish.minder.detect.frame import F32, F64, I64, Frame, Mask
 from planish.minder.detect.preprocess import Limits, prepare
 from planish.minder.lab.cases import Case
 
@@ -24,8 +24,6 @@ _STRIDE_SECONDS = 30
 """Seconds between two windows of a frame that train the tree."""
 _MAX_DEPTH = 8
 _MIN_SAMPLES_LEAF = 20
-
-Labels = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def features(
     *,
     board: str = "",
     stride: int = _STRIDE_SECONDS,
-) -> tuple[F64, NDArray[np.int64]]:
+) -> tuple[F64, I64]:
     """Return the features of one frame's windows, and the starts of the windows.
 
     Returns:
@@ -72,25 +70,18 @@ def features(
         if name not in prepared.values:
             continue
         known = ~prepared.masked[name][rows].any(axis=1)
-        means = prepared.values[name][rows].mean(axis=1, dtype=np.float64)
+        means = prepared.values[name][rows].mean(axis=1)
         result[:, column] = largest_scores(means, known)
     return result, frame.ts[first]
 
 
-def largest_scores(values: F64, known: Labels) -> F64:
+def largest_scores(values: F32, known: Mask) -> F32:
     """Return the largest |z| over the machines in each row of [W, N]."""
-    count = np.maximum(known.sum(axis=1, keepdims=True), 1)
-    mean = np.where(known, values, 0.0).sum(axis=1, keepdims=True) / count
-    centred = np.where(known, values - mean, 0.0)
-    deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
-    scores = np.divide(
-        np.abs(centred), deviation, out=np.zeros_like(centred), where=deviation > 1e-9
-    )
-    largest: F64 = scores.max(axis=1, initial=0.0)
+    largest: F32 = np.abs(normal_scores(values, known)).max(axis=1, initial=0.0)
     return largest
 
 
-def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tuple[F64, Labels]:
+def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tuple[F64, Mask]:
     """Return features [W, M] and labels [W] of the windows of many cases."""
     parts, labels = [], []
     for case in cases:
@@ -105,7 +96,7 @@ def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tup
     return np.concatenate(parts), np.concatenate(labels)
 
 
-def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -> Order:
+def rank(metrics: Sequence[str], found: F64, labels: Mask, *, seed: int = 0) -> Order:
     """Return the order of metrics by a tree fitted to features [W, M] and labels [W].
 
     Raises:

@@ -117,14 +117,14 @@ class Score:
 
 
 def score(
-    outcomes: Sequence[CaseOutcome], counting: Counting, *, detectable: bool = False, seed: int = 0
+    outcomes: Sequence[CaseOutcome], counting: Counting, *, detectable: bool = False
 ) -> Score:
     """Return precision, recall and F1 with intervals.
 
     With `detectable`, faults that no detector of these metrics could name are neither hits nor
-    misses; false alarms in their cases still count. `seed` is the seed of the bootstrap.
+    misses; false alarms in their cases still count.
     """
-    total, samples = bootstrap(outcomes, counting, detectable=detectable, seed=seed)
+    total, samples = bootstrap(outcomes, counting, detectable=detectable)
     hits, false, missed = (int(value) for value in total)
     precision, recall, harmonic = (
         interval(figure(total), figure(samples)) for figure in (_precision, _recall, f1)
@@ -133,11 +133,11 @@ def score(
 
 
 def bootstrap(
-    outcomes: Sequence[CaseOutcome], counting: Counting, *, detectable: bool = False, seed: int = 0
+    outcomes: Sequence[CaseOutcome], counting: Counting, *, detectable: bool = False
 ) -> tuple[Counts, Counts]:
     """Return counts [3] over all cases, and [RESAMPLES, 3] over resampled cases.
 
-    Cases with and without a fault are resampled separately; equal seeds give equal samples.
+    Cases with and without a fault are resampled separately.
     """
     counts = np.array([outcome.counts(counting) for outcome in outcomes], np.float64).reshape(-1, 3)
     if detectable:
@@ -146,7 +146,7 @@ def bootstrap(
         )
         counts[hidden, 0::2] = 0.0
     with_fault = np.array([outcome.fault is not None for outcome in outcomes], bool)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     samples = np.zeros((RESAMPLES, 3))
     for rows in (np.flatnonzero(with_fault), np.flatnonzero(~with_fault)):
         if len(rows):

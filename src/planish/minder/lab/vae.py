@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-F32 = NDArray[np.float32]
+from planish.minder.detect.frame import F32
 
 _BATCH_ROWS = 8_192
 """Windows of one forward pass without gradients."""
@@ -31,23 +30,23 @@ _LAST_RATE = 0.02
 class LstmVae(nn.Module):
     """Encoder LSTM(1 -> 4), latent Gaussian in 8 dimensions, decoder LSTM(8 -> 4)."""
 
-    def __init__(self, *, hidden: int = 4, latent: int = 8, width: int = 1) -> None:
+    def __init__(self, *, hidden: int = 4, latent: int = 8) -> None:
         super().__init__()
-        self.encoder = nn.LSTM(width, hidden, batch_first=True)
+        self.encoder = nn.LSTM(1, hidden, batch_first=True)
         self.mean = nn.Linear(hidden, latent)
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.LSTM(latent, hidden, batch_first=True)
-        self.output = nn.Linear(hidden, width)
+        self.output = nn.Linear(hidden, 1)
         # With noise as large as the prior's, the model would learn no signal at first.
         nn.init.constant_(self.logvar.bias, _FIRST_LOGVAR)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log-variance [M, latent] of windows [M, 8, width]."""
+        """Return mean and log-variance [M, latent] of windows [M, 8, 1]."""
         _, (last, _) = self.encoder(x)
         return self.mean(last[0]), self.logvar(last[0]).clamp(-10.0, 4.0)
 
     def decode(self, z: Tensor, length: int) -> Tensor:
-        """Return windows [M, length, width] of latent vectors [M, latent]."""
+        """Return windows [M, length, 1] of latent vectors [M, latent]."""
         states, _ = self.decoder(z[:, None].expand(-1, length, -1))
         decoded: Tensor = self.output(states)
         return decoded
@@ -110,7 +109,7 @@ def train_vae(
     *,
     progress: Callable[[int, float], None] | None = None,
 ) -> tuple[LstmVae, Losses]:
-    """Return a model fitted to windows of healthy jobs, [M, 8] or [M, 8, width], in 0 .. 1.
+    """Return a model fitted to windows of healthy jobs, [M, 8] in 0 .. 1.
 
     `held_out` are windows of other jobs. `progress` is called with each epoch and its held-out
     error.
@@ -169,7 +168,7 @@ def _best_start(
     for number in range(training.starts):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(training.seed + number)
-            model = LstmVae(width=data.shape[2])
+            model = LstmVae()
         optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate)
         until = training.max_seconds / 3 * (number + 1) / training.starts
         for _ in range(max(1, training.max_epochs // 10) if training.starts > 1 else 0):
@@ -206,7 +205,7 @@ def _epoch(
 
 @torch.no_grad()
 def reconstruction_error(model: LstmVae, windows: Tensor) -> float:
-    """Return the mean squared error per sample of windows [M, 8, width]."""
+    """Return the mean squared error per sample of windows [M, 8, 1]."""
     total = 0.0
     for batch in torch.split(windows, _BATCH_ROWS):
         total += float(((model(batch)[0] - batch) ** 2).sum())
@@ -214,8 +213,7 @@ def reconstruction_error(model: LstmVae, windows: Tensor) -> float:
 
 
 def _tensor(windows: F32) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(windows, np.float32))
-    return tensor[..., None] if tensor.dim() == 2 else tensor
+    return torch.from_numpy(np.ascontiguousarray(windows, np.float32))[..., None]
 
 
 def _copy(model: LstmVae) -> dict[str, Tensor]:

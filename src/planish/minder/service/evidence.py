@@ -32,11 +32,6 @@ def silent_machines(frame: Frame) -> dict[str, int]:
     return {frame.machines[place]: end - int(silent[place]) for place in places}
 
 
-def without(frame: Frame, machines: Collection[str]) -> Frame:
-    """Return a frame without some machines, so that the others are compared with each other."""
-    return frame.select([name for name in frame.machines if name not in machines])
-
-
 def suspects(result: Result) -> set[str]:
     """Return the candidates that are not named yet; the caller queries GPU errors for them."""
     named = {finding.machine for finding in result.findings}

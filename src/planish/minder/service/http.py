@@ -22,8 +22,7 @@ class AccessConfig(Section):
     """Address and credentials of a server."""
 
     url: str = ""
-    """URL such as `http:
-    prometheus:9090`, with its path prefix if any; empty: there is no server."""
+    """URL such as `http://prometheus:9090`, with its path prefix if any; empty: no server."""
     bearer_token_file: str = ""
     """File with a token for the header `Authorization`; every request reads it again."""
     ca_file: str = ""

@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.base.errors import BackendUnavailable, ClusterError, PlanishError
-from planish.minder.act.actor import ActionOutcome, Actor
+from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert, AlertBook
+from planish.minder.act.decide import ActionOutcome
 from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor, of_last_day, too_few_machines
+from planish.minder.detect.preprocess import MIN_KNOWN_SHARE
 from planish.minder.detect.result import Result
 from planish.minder.service.config import ServiceSettings
-from planish.minder.service.evidence import confirmed, silent_machines, suspects, without
+from planish.minder.service.evidence import confirmed, silent_machines, suspects
 from planish.minder.service.http import Deadline
 from planish.minder.service.own_metrics import OwnMetrics
 from planish.minder.service.prometheus import REFUSED
@@ -138,7 +140,8 @@ class JobWatch:
         # Only the table `boards` needs the board.
         board = self._source.board(info.machines, deadline) if shared.settings.boards else ""
         dead = self._dead(frame)
-        alive = without(frame, dead) if dead else frame
+        # Without the dead, the others are compared with each other.
+        alive = frame.select([name for name in frame.machines if name not in dead])
         result = self.monitor.call(
             alive,
             started=info.started,
@@ -208,11 +211,10 @@ class JobWatch:
 
     def _tell_skipped(self, result: Result) -> None:
         """Log once each metric that has samples, but not enough of them."""
-        needed = self._shared.settings.preprocess.min_known_share
         for name, share in sorted(result.known.items()):
             if share and name not in self._said:
                 self._said.add(name)
-                told = f"known {share:.0%}, needs {needed:.0%}"
+                told = f"known {share:.0%}, needs {MIN_KNOWN_SHARE:.0%}"
                 logger.warning("metric_skipped metric=%s job=%s seconds=%r", name, self.job, told)
 
     def _work_of(self, alert: Alert) -> PodInfo | JobInfo:

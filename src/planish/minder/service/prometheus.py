@@ -133,8 +133,6 @@ class PrometheusConfig(AccessConfig):
 
     timeout_seconds: float = Field(default=30.0, gt=0.0)
     """Longest duration of one query in seconds."""
-    stale_after_seconds: float = Field(default=5.0, gt=0.0)
-    """Seconds after which the newest sample is too old, so that the value counts as missing."""
     delay_seconds: int = Field(default=2, ge=0)
     """Seconds before now at which a call's window ends, since samples need time to arrive."""
     late_seconds: int = Field(default=30, ge=0)

@@ -46,6 +46,8 @@ _RATE_JITTER = 0.1
 _EDGE_INTERVALS = 1.1
 """Distance of samples from the ends of a range, in intervals, up to which Prometheus extrapolates
 the rate to the end."""
+_STALE_SECONDS = 5.0
+"""Seconds after which the newest sample is too old, so that the value counts as missing."""
 RANKS = 16
 """Upper bound of the ranks on one machine."""
 GPU_ERROR = "MachineGpuError"
@@ -302,8 +304,9 @@ class Puller:
     def _rate_seconds(interval: float) -> int:
         return max(MIN_RATE_SECONDS, math.ceil(4 * interval))
 
-    def _stale_after(self, interval: float) -> float:
-        return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)
+    @staticmethod
+    def _stale_after(interval: float) -> float:
+        return max(_STALE_SECONDS, 1.5 * interval)
 
     def _fresh(self, source: Metric, age: F64, interval: float, before: int, rate: int) -> Mask:
         """Return [T], True for seconds whose value depends on new enough samples."""

@@ -11,9 +11,8 @@ from planish.base.errors import ClusterError
 from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert, AlertBook
 from planish.minder.act.config import ActConfig
+from planish.minder.act.decide import Taken, limit_refusals
 from planish.minder.act.drain import Evictions, change_node, evict_round
-from planish.minder.act.guards import Taken, limit_refusals, standing_refusals
-from planish.minder.act.kube import names
 from planish.minder.act.kube.objects import NodeInfo, PodInfo
 from planish.minder.detect.result import Finding, Result
 
@@ -137,7 +136,6 @@ def test_what_an_earlier_version_left_is_read():
 
 NOW = 100_000.0
 CONFIG = ActConfig()
-POD = PodInfo("p", "team", "u", "n0", "job", "Running")
 
 
 def node(name, **changes):
@@ -146,23 +144,6 @@ def node(name, **changes):
 
 
 NODES = [node(f"n{i}") for i in range(30)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "pod", "words"),
-    [
-        ({}, POD, None),
-        ({"labels": {names.EXEMPT: "true"}}, POD, "the node is exempt"),
-        ({"labels": {names.EXEMPT: "false"}}, POD, None),
-        ({}, replace(POD, is_exempt=True), "pods are exempt"),
-        ({"annotations": {names.MANUAL_UNCORDON: "a1"}}, POD, "a human made"),
-        ({"annotations": {names.MANUAL_UNCORDON: "another"}}, POD, None),
-    ],
-)
-def test_what_people_have_forbidden_is_refused_with_its_reason(changes, pod, words):
-    found = standing_refusals("a1", node("n0", **changes), [pod])
-    assert len(found) == (words is not None)
-    assert (words or "") in "".join(found)
 
 
 def refused(taken, config=CONFIG, nodes=NODES):

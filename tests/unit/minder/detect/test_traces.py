@@ -118,22 +118,20 @@ def test_a_burst_that_a_single_sample_has_met_is_no_part_of_a_run(burst, fires):
         assert bool(longest(named, sample=27)) is fires
 
 
-def plain_sums(x, distance):
-    orders = {"euclidean": 2, "manhattan": 1, "chebyshev": np.inf}
+def plain_sums(x):
     gaps = x[:, :, None].astype(np.float64) - x[:, None].astype(np.float64)
-    return np.linalg.norm(gaps, ord=orders[distance], axis=3).sum(axis=2)
+    return np.linalg.norm(gaps, axis=3).sum(axis=2)
 
 
-@pytest.mark.parametrize("distance", ["euclidean", "manhattan", "chebyshev"])
 @pytest.mark.parametrize("machines", [4, 37, 300])
-def test_sums_agree_with_plain_loops(distance, machines):
+def test_sums_agree_with_plain_loops(machines):
     x = np.random.default_rng(machines).random((5, machines, 8), dtype=np.float32)
-    np.testing.assert_allclose(distance_sums(x, distance), plain_sums(x, distance), rtol=1e-4)
+    np.testing.assert_allclose(distance_sums(x), plain_sums(x), rtol=1e-4)
 
 
 def test_machines_that_spin_alike_are_told_apart_all_the_same():
     x = np.float32(0.8) + np.float32(4e-4) * np.random.default_rng(0).random((3, 40, 8), np.float32)
-    np.testing.assert_allclose(distance_sums(x), plain_sums(x, "euclidean"), rtol=1e-4)
+    np.testing.assert_allclose(distance_sums(x), plain_sums(x), rtol=1e-4)
 
 
 def test_absent_machines_weigh_nothing():
@@ -219,7 +217,7 @@ def test_a_gap_in_rare_samples_and_too_rare_ones_stay_unknown():
 
 
 @pytest.mark.parametrize(("hidden", "latent"), [(4, 8), (6, 3)])
-def test_reconstructions_and_latent_means_equal_those_of_torch(hidden, latent):
+def test_reconstructions_equal_those_of_torch(hidden, latent):
     torch.manual_seed(3)
     model = LstmVae(hidden=hidden, latent=latent)
     for tensor in model.parameters():
@@ -228,9 +226,7 @@ def test_reconstructions_and_latent_means_equal_those_of_torch(hidden, latent):
     assert {name: array.shape for name, array in weights.items()} == shapes(hidden, latent)
     windows = np.random.default_rng(0).uniform(0, 1, (5000, 8)).astype(np.float32)
     with torch.no_grad():
-        restored, mean, _ = model(torch.from_numpy(windows)[..., None])
+        restored, _, _ = model(torch.from_numpy(windows)[..., None])
     found = Vae("cpu_usage", weights, version="v").embed(windows)
     np.testing.assert_allclose(found, restored[..., 0].numpy(), atol=VALUES)
-    means = Vae("cpu_usage", weights, version="v", latent=True).embed(windows)
-    np.testing.assert_allclose(means, mean.numpy(), atol=VALUES)
     assert found.std() > 0.005

@@ -1,14 +1,12 @@
 """What Kubernetes and the boards say of machines changes whom a call names."""
 
-from dataclasses import replace
-
 import pytest
 
 from planish.base.errors import ClusterError
 from planish.minder.act.actor import ActionOutcome
 from planish.minder.act.alerts import AlertBook
 from planish.minder.act.kube.objects import JobInfo
-from planish.minder.detect.result import Finding, Result
+from planish.minder.detect.result import Result
 from planish.minder.service.config import service_settings
 from planish.minder.service.job import JobWatch, Shared
 from tests.benchmarks import minder_soak as day_of
@@ -170,15 +168,3 @@ def test_exporters_of_most_machines_that_stand_still_are_one_alert(broken, expec
     book = AlertBook(900)
     book.update(result, ("a", "b", "c", "d"))
     assert [(one.kind, one.machine, one.machines) for one in book.alerts()] == expected
-
-
-@pytest.mark.parametrize("machines", [("a-1", "a-2"), ()])
-def test_a_finding_about_the_telemetry_is_no_alert_about_a_machine(machines):
-    finding = Finding("", "cpu_usage", "telemetry", T0, T0 + 60, 60.0, 0.0, machines=machines)
-    result = Result("a", "ok", T0, T0 + 60, 4, "default", 1.0, "euclidean", findings=(finding,))
-    book = AlertBook(900)
-    (alert,) = book.update(result, ("a-1", "a-2"))
-    assert (alert.name, alert.machine, alert.machines) == ("MinderTelemetryOutage", "", machines)
-    assert alert.since == T0
-    (ended,) = book.update(replace(result, findings=()), ("a-1", "a-2"))
-    assert ended.ended == "not seen any more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from planish.minder.act.config import KubernetesConfig, Mode
 from planish.minder.act.kube import names
@@ -100,8 +100,7 @@ class Cluster:
         """Return the strongest action that a namespace allows; `observe` without a valid label."""
         content = self.call(self.core.read_namespace, namespace)
         value = (content["metadata"].get("labels") or {}).get(names.OPT_IN_LABEL)
-        allowed: dict[str | None, Mode] = {"mark": "mark", "cordon": "cordon", "evict": "evict"}
-        return allowed.get(value, "observe")
+        return next((mode for mode in get_args(Mode) if mode == value), "observe")
 
     def evict(self, pod: PodInfo) -> None:
         """Request the eviction of the pod with this uid; a 429 means that a budget holds it

@@ -1,7 +1,7 @@
 """Pods, nodes and jobs as dataclasses, parsed from the JSON of the API server.
 
-The name of a machine is its node's. People write labels by hand, so a field of a wrong type counts
-as absent. Labels of a pod name its job.
+The name of a machine is its node's. Labels of a pod name its job. The API server has checked the
+types of all fields, but people write what stands in a label.
 """
 
 from __future__ import annotations
@@ -189,26 +189,26 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         running = _part(_part(container, "state"), "running")
         starts.append(unix_seconds(running.get("startedAt")))
     # Without a label of the iteration, the name of the surrounding graph contains it.
-    graph = re.search(r"\.iteration-(\d{1,6})[.(]", str(annotations.get(names.NODE_NAME, "")))
+    graph = re.search(r"\.iteration-(\d{1,6})[.(]", annotations.get(names.NODE_NAME, ""))
     return PodInfo(
-        name=str(metadata["name"]),
-        namespace=str(metadata["namespace"]),
-        uid=str(metadata.get("uid", "")),
-        machine=str(spec.get("nodeName") or ""),
-        job=str(labels[job_label]),
-        phase=str(status.get("phase") or "Pending"),
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata.get("uid", ""),
+        machine=spec.get("nodeName") or "",
+        job=labels[job_label],
+        phase=status.get("phase") or "Pending",
         started=max(starts),
-        role=str(labels.get(names.ROLE_LABEL, role)),
-        pipeline_stage=str(labels.get(names.PIPELINE_STAGE_LABEL, "")),
-        run_id=str(labels.get(names.RUN_ID_LABEL, "")),
-        stage=str(labels.get(names.STAGE_LABEL, "")),
+        role=labels.get(names.ROLE_LABEL, role),
+        pipeline_stage=labels.get(names.PIPELINE_STAGE_LABEL, ""),
+        run_id=labels.get(names.RUN_ID_LABEL, ""),
+        stage=labels.get(names.STAGE_LABEL, ""),
         iteration=_integer(labels.get(names.ITERATION_LABEL, graph and graph[1])),
-        workflow=str(labels.get(names.WORKFLOW_LABEL, "")),
+        workflow=labels.get(names.WORKFLOW_LABEL, ""),
         run_root=_run_root(annotations, spec),
         is_driver=is_launcher or annotations.get(names.KFP_ROLE) == "driver",
         is_evictable="DaemonSet" not in owners and names.MIRROR not in annotations,
         is_exempt=is_set(labels, names.EXEMPT),
-        is_terminating=bool(metadata.get("deletionTimestamp")),
+        is_terminating="deletionTimestamp" in metadata,
         is_observed_only=labels.get(names.OPT_IN_LABEL, default) == "observe",
     )
 
@@ -218,9 +218,9 @@ def _role(job_label: str, labels: Raw, annotations: Raw) -> str:
     if job_label == names.LEADER_WORKER_LABEL:
         return "leader" if labels.get(names.WORKER_INDEX) == "0" else "worker"
     keys = names.ROLE_LABELS.get(job_label, ())
-    role = next((str(labels[key]) for key in keys if labels.get(key)), "")
+    role = next((labels[key] for key in keys if labels.get(key)), "")
     if not role and job_label == names.WORKFLOW_LABEL:
-        return _task(str(annotations.get(names.NODE_NAME, "")))
+        return _task(annotations.get(names.NODE_NAME, ""))
     return "" if job_label in _GANGS and role in names.RANK_ROLES else role
 
 
@@ -232,9 +232,8 @@ def _task(node_name: str) -> str:
 
 def _run_root(annotations: Raw, spec: Raw) -> str:
     """Return the root URI that a pod names, by annotation or in its arguments."""
-    value = annotations.get(names.RUN_ROOT) or next(_root_arguments(spec), "")
-    root = value if isinstance(value, str) and len(value) <= _MAX_ROOT else ""
-    return root.rstrip("/") if "://" in root else ""
+    root = annotations.get(names.RUN_ROOT) or str(next(_root_arguments(spec), ""))
+    return root.rstrip("/") if "://" in root and len(root) <= _MAX_ROOT else ""
 
 
 def _root_arguments(spec: Raw) -> Iterator[object]:
@@ -251,23 +250,23 @@ def _root_arguments(spec: Raw) -> Iterator[object]:
                     continue
             elif word == "--root":
                 yield following
-            elif str(word).startswith("--root="):
-                yield str(word).partition("=")[2]
+            elif word.startswith("--root="):
+                yield word.partition("=")[2]
 
 
 def parse_node(raw: Raw) -> NodeInfo:
     """Return a node as a dataclass."""
     metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
     return NodeInfo(
-        name=str(metadata["name"]),
-        uid=str(metadata.get("uid", "")),
-        version=str(metadata.get("resourceVersion", "")),
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        version=metadata.get("resourceVersion", ""),
         is_unschedulable=bool(spec.get("unschedulable")),
         conditions=tuple(status.get("conditions") or ()),
-        labels=_texts(metadata, "labels"),
-        annotations=_texts(metadata, "annotations"),
+        labels=_part(metadata, "labels"),
+        annotations=_part(metadata, "annotations"),
         taints=tuple(spec.get("taints") or ()),
-        allocatable=_texts(status, "allocatable"),
+        allocatable=_part(status, "allocatable"),
     )
 
 
@@ -289,13 +288,8 @@ def timestamp(now: float) -> str:
     return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _part(raw: Raw, key: str) -> Raw:
-    value = raw.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _texts(raw: Raw, key: str) -> dict[str, str]:
-    return {str(name): str(value) for name, value in _part(raw, key).items()}
+def _part(raw: Raw, key: str) -> dict[str, Any]:
+    return raw.get(key) or {}
 
 
 def _integer(text: object) -> int:
