@@ -22,7 +22,6 @@ from planish.records.manifest import (
     MANIFEST,
     Manifest,
     Shard,
-    is_file_name,
     manifest_uri,
     read_manifest,
     seal,
@@ -81,13 +80,8 @@ def write_files(
     names.
 
     Raises:
-        RecordError: a name leaves the folder, or an attribute is not JSON.
+        ValueError: a name leaves the folder, or an attribute is not JSON.
     """
-    bad = sorted(name for name in files if not is_file_name(name))
-    if bad:
-        raise RecordError(
-            f"names of files must be paths below their set and not `{MANIFEST}`, got {bad}"
-        )
     shards = []
     for name, content in sorted(files.items()):
         if isinstance(content, Shard):

@@ -6,6 +6,7 @@ A set is immutable: a stage that runs again writes equal bytes.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,12 +49,12 @@ def write_set(
         The Ref of the set; its attributes are the scalar `attributes` and `num_rows`.
 
     Raises:
-        RecordError: the record breaks a rule of its schema.
+        RecordError: a number is not finite.
     """
     from planish.records.parquet import encode, row_group_bounds
 
     with timed("planish_records_write_seconds", schema=record.SCHEMA):
-        record.validate()
+        record.check_finite()
         columns = record.columns()
         bounds = row_group_bounds(columns, record.group_starts())
         files: dict[str, bytes] = {}
@@ -154,9 +155,6 @@ def finished(uri: str, *schemas: str, parents: Mapping[str, str], config_sha256:
 def policy_versions(root: str) -> list[int]:
     """Return the versions of the finished policies of a run, ascending."""
     folder = layout.policy(root, 0).rpartition("/")[0]
-    names = (uri.removeprefix(f"{folder}/").split("/") for uri in store.list_uris(folder))
-    return sorted(
-        int(name[0])
-        for name in names
-        if len(name) == 2 and name[1] == MANIFEST and name[0].isdecimal()
-    )
+    manifest = re.compile(rf"{re.escape(folder)}/(\d+)/{re.escape(MANIFEST)}")
+    found = map(manifest.fullmatch, store.list_uris(folder))
+    return sorted(int(match[1]) for match in found if match)

@@ -26,20 +26,19 @@ _NAME_PART = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 
-def is_file_name(name: str) -> bool:
-    """Return whether `name` is a relative path that stays below its folder.
+def file_name(name: str) -> str:
+    """Return a relative path that stays below its folder; refuse any other.
 
     Example:
-        >>> is_file_name("a/model.safetensors"), is_file_name("../a"), is_file_name("manifest.json")
-        (True, False, False)
+        >>> file_name("a/model.safetensors")
+        'a/model.safetensors'
+
+    Raises:
+        ValueError: the path leaves the folder, or is that of a manifest.
     """
     parts = name.split("/")
     is_below = all(_NAME_PART.fullmatch(part) and part not in {".", ".."} for part in parts)
-    return is_below and len(name) <= 1000 and name != MANIFEST
-
-
-def _checked_name(name: str) -> str:
-    if not is_file_name(name):
+    if not is_below or len(name) > 1000 or name == MANIFEST:
         raise ValueError("the name of a file must be a path below its set")
     return name
 
@@ -52,7 +51,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 class Shard:
     """One file of a set."""
 
-    name: Annotated[str, AfterValidator(_checked_name)]
+    name: Annotated[str, AfterValidator(file_name)]
     """Path below the folder of the set."""
     rows: Count
     """Rows in this file; 0 in sets of plain files."""
@@ -94,14 +93,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes on disk: sorted keys, two spaces, ASCII."""
-        raw = {
-            "schema": self.schema,
-            "num_rows": self.num_rows,
-            "shards": [vars(shard) for shard in self.shards],
-            "parents": self.parents,
-            "attributes": self.attributes,
-        }
-        return (json.dumps(raw, sort_keys=True, indent=2, allow_nan=False) + "\n").encode("ascii")
+        raw = {name: part for name, part in vars(self).items() if name != "sha256"}
+        text = json.dumps(raw, sort_keys=True, indent=2, allow_nan=False, default=vars)
+        return f"{text}\n".encode("ascii")
 
     def ref(self, uri: str) -> Ref:
         """Return the Ref of this manifest, which was read from or written to `uri`."""
@@ -157,8 +151,9 @@ def read_manifest(uri: str, *, sha256: str | None = None) -> Manifest:
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
+def adapter(cls: Any) -> TypeAdapter[Any]:
+    """Return the parser of a dataclass, built on first use."""
+    return TypeAdapter(cls)
 
 
 def parse_manifest(data: bytes, name: str) -> Manifest:
@@ -170,7 +165,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         RecordError: the manifest is wrong; the message names every fault.
     """
     try:
-        manifest = _adapter().validate_json(data)
+        manifest: Manifest = adapter(Manifest).validate_json(data)
     except ValidationError as error:
         raise RecordError(
             f"`{name}` is no manifest: {document_faults(error)}; remove the set and run its stage "

@@ -65,15 +65,7 @@ def arrow_type(kind: Kind, dtype: str = "", text: pa.DataType = _SCALARS["text"]
     return _SCALARS[kind]
 
 
-def arrow_schema(
-    specs: Sequence[Column], columns: Mapping[str, ColumnData] | None = None
-) -> pa.Schema:
-    """Return the Arrow schema of `specs`, with the types of `columns`; no column may hold nulls."""
-    kinds = [(c.name, arrow_type(c.kind, _dtype((columns or {}).get(c.name)))) for c in specs]
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
-
-
-def _dtype(data: ColumnData | None) -> str:
+def _dtype(data: ColumnData) -> str:
     return str(data.values.dtype) if isinstance(data, Ragged) else ""
 
 
@@ -113,7 +105,8 @@ def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: l
     """
     sink = pa.BufferOutputStream()
     specs = [spec for spec in specs if spec.name in columns]
-    schema = arrow_schema(specs, columns)
+    kinds = [(c.name, arrow_type(c.kind, _dtype(columns[c.name]))) for c in specs]
+    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
     writer = pq.ParquetWriter(
         sink,
         schema,

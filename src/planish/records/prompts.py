@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.schema import (
-    Messages,
-    Record,
-    column,
-    prompt_id_faults,
-    record,
-    row_faults,
-    take_rows,
-)
+from planish.records.schema import Messages, Record, column, record, take_rows
 
 
 def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:
@@ -44,12 +35,11 @@ class PromptSet(Record):
         >>> prompts = PromptSet(
         ...     prompt_id=[prompt_id(ask, "2")], messages=[ask], answer=["2"],
         ...     verifier=["math"], source=["sums"], pass_rate=np.array([0.5], np.float32))
-        >>> prompts.validate(), prompts.num_rows
-        (None, 1)
+        >>> prompts.num_rows
+        1
     """
 
     SCHEMA: ClassVar[str] = "prompts/1"
-    REMEDY: ClassVar[str] = "curation writes this set"
 
     prompt_id: list[str] = column("text", "16 hex digits from messages and answer")
     messages: list[Messages] = column("messages", "role and content, before any chat template")
@@ -57,7 +47,7 @@ class PromptSet(Record):
     verifier: list[str] = column("text", "key of the verifier table")
     source: list[str] = column("text", "data set and licence tag")
     pass_rate: npt.NDArray[np.float32] = column(
-        "float32", "measured on a reference policy; NaN when not measured"
+        "float32", "measured on a reference policy; NaN when not measured", may_be_nan=True
     )
     extra: list[str] | None = column(
         "text", "JSON: columns of the data row for reward functions; empty for none", default=None
@@ -68,17 +58,6 @@ class PromptSet(Record):
         """Return the prompts `indices` in that order."""
         rows = np.asarray(indices, dtype=np.int64)
         return PromptSet(**{name: take_rows(data, rows) for name, data in self.columns().items()})
-
-    def value_faults(self) -> list[str]:
-        """Return what is wrong with values of the right form."""
-        rates = self.pass_rate
-        seen = Counter(self.prompt_id)
-        repeated = np.array([seen[value] > 1 for value in self.prompt_id], np.bool_)
-        return [
-            *prompt_id_faults(self.prompt_id),
-            *row_faults("`prompt_id` must not repeat", repeated, self.prompt_id),
-            *row_faults("`pass_rate` must be in 0..1 or NaN", (rates < 0) | (rates > 1), rates),
-        ]
 
 
 @record
@@ -92,13 +71,8 @@ class TraceSet(Record):
     """
 
     SCHEMA: ClassVar[str] = "traces/1"
-    REMEDY: ClassVar[str] = "curation writes this set"
 
     prompt_id: list[str] = column("text", "16 hex digits from messages and answer")
     messages: list[Messages] = column("messages", "role and content, before any chat template")
     response: list[str] = column("text", "worked solution, without the end token")
     source: list[str] = column("text", "data set and licence tag")
-
-    def value_faults(self) -> list[str]:
-        """Return what is wrong with values of the right form."""
-        return prompt_id_faults(self.prompt_id)

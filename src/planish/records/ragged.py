@@ -47,10 +47,8 @@ class Ragged:
         """Same dtype, same rows; NaN equals NaN."""
         if not isinstance(other, Ragged):
             return NotImplemented
-        return (
-            self.values.dtype == other.values.dtype
-            and np.array_equal(self.offsets, other.offsets)
-            and np.array_equal(self.values, other.values, equal_nan=self.values.dtype.kind == "f")
+        return np.array_equal(self.offsets, other.offsets) and same_numbers(
+            self.values, other.values
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -86,23 +84,11 @@ class Ragged:
         lengths = np.concatenate([item.lengths for item in items])
         return Ragged(np.concatenate([item.values for item in items]), _offsets(lengths))
 
-    def faults(self, name: str, *, rows: int, dtype: npt.DTypeLike) -> list[str]:
-        """Return what is wrong with this array as column `name`; empty when sound."""
-        values, offsets, kind = self.values, self.offsets, np.dtype(dtype)
-        if values.ndim != 1 or values.dtype != kind:
-            return [f"`{name}` values must be [N] {kind}, got {list(values.shape)} {values.dtype}"]
-        if offsets.ndim != 1 or offsets.dtype != np.int64 or not len(offsets):
-            seen = f"{list(offsets.shape)} {offsets.dtype}"
-            return [f"`{name}` offsets must be [R + 1] int64, got {seen}"]
-        faults = []
-        if len(self) != rows:
-            faults.append(f"`{name}` must have {rows} rows, got {len(self)}")
-        ends = offsets[0], offsets[-1]
-        if ends != (0, len(values)) or (np.diff(offsets) < 0).any():
-            faults.append(
-                f"`{name}` offsets must rise from 0 to {len(values)}, got {ends[0]} to {ends[1]}"
-            )
-        return faults
+
+def same_numbers(one: Any, other: Any) -> bool:
+    """Return whether two arrays have the same dtype and numbers; NaN equals NaN."""
+    is_float = one.dtype.kind == "f"
+    return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=is_float)
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -38,15 +38,7 @@ class Ref:
 
     def to_json(self) -> str:
         """Return canonical JSON."""
-        return json.dumps(
-            {
-                "schema": self.schema,
-                "uri": self.uri,
-                "manifest_sha256": self.manifest_sha256,
-                "attributes": self.attributes,
-            },
-            sort_keys=True,
-        )
+        return json.dumps(vars(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Ref:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -10,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from planish import store
 from planish.base.config import document_faults
 from planish.base.errors import ObjectChanged, ObjectExists, ObjectMissing, RecordError
 from planish.records import layout
-from planish.records.manifest import read_manifest
+from planish.records.manifest import adapter, read_manifest
 from planish.records.refs import is_pin
 from planish.store.documents import write_json
 
@@ -67,9 +66,6 @@ class EvalReport:
     attributes: dict[str, Any] = field(default_factory=dict)
     """JSON values: policy_version, seed, config_sha256, marks of all samples ..."""
     schema: Literal["eval/1"] = "eval/1"
-
-
-ReportT = TypeVar("ReportT", UpdateReport, EvalReport)
 
 
 def _is_pinned(pin: str) -> str:
@@ -126,7 +122,7 @@ def write_report(uri: str, report: UpdateReport | EvalReport) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def read_report(cls: type[ReportT], uri: str) -> ReportT:
+def read_report(cls: type[DocumentT], uri: str) -> DocumentT:
     """Read a report.
 
     Raises:
@@ -134,11 +130,6 @@ def read_report(cls: type[ReportT], uri: str) -> ReportT:
         RecordError: not a report of this schema.
     """
     return parse_report(cls, store.read(uri, 0, _LIMIT_BYTES), uri)
-
-
-@functools.cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
 
 
 def parse_report(cls: type[DocumentT], data: bytes, name: str) -> DocumentT:
@@ -149,7 +140,7 @@ def parse_report(cls: type[DocumentT], data: bytes, name: str) -> DocumentT:
     """
     kind: Any = cls
     try:
-        report: DocumentT = _adapter(kind).validate_json(data, strict=True, extra="forbid")
+        report: DocumentT = adapter(kind).validate_json(data, strict=True, extra="forbid")
     except ValidationError as error:
         raise RecordError(
             f"`{name}` must be of schema {cls.schema}: {document_faults(error)}"
@@ -223,5 +214,4 @@ def read_best(root: str) -> BestPolicy:
         ObjectMissing: no policy has been evaluated.
         RecordError: another document lies there.
     """
-    uri = layout.best_policy(root)
-    return parse_report(BestPolicy, store.read(uri, 0, _LIMIT_BYTES), uri)
+    return read_report(BestPolicy, layout.best_policy(root))

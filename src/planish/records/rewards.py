@@ -8,9 +8,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.schema import Record, column, record, row_faults
-
-_TOLERANCE = 1e-5
+from planish.records.schema import Record, column, record
 
 MAX_ITERATIONS_WITHOUT_SIGNAL = 3
 """Default of `rollout.max_iterations_without_signal`."""
@@ -59,12 +57,11 @@ class RewardSet(Record):
         >>> rewards = RewardSet(
         ...     accuracy=one, outcome=one, length_penalty=-0.25 * one, reward=0.75 * one,
         ...     has_reward=np.array([True]), keep=np.array([True]), extracted=["42"])
-        >>> rewards.validate(), rewards.num_rows
-        (None, 1)
+        >>> rewards.num_rows
+        1
     """
 
     SCHEMA: ClassVar[str] = "rewards/1"
-    REMEDY: ClassVar[str] = "the reward stage writes this set"
 
     accuracy: npt.NDArray[np.float32] = column("float32", "the verifier's verdict, 0 or 1")
     outcome: npt.NDArray[np.float32] = column("float32", "the reward of that verdict")
@@ -81,28 +78,3 @@ class RewardSet(Record):
         "text", "of the rollout, to join the two sets by", default=None
     )
     """None in sets of earlier versions."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rollouts R."""
-        return len(self.extracted)
-
-    def value_faults(self) -> list[str]:
-        """Return what is wrong with values of the right form."""
-        total = self.outcome + self.length_penalty
-        wrong = np.abs(total - self.reward) > _TOLERANCE
-        accuracy, penalty = self.accuracy, self.length_penalty
-        return [
-            *(
-                fault
-                for name in ("outcome", "length_penalty", "reward")
-                for fault in row_faults(
-                    f"`{name}` must be finite",
-                    ~np.isfinite(getattr(self, name)),
-                    getattr(self, name),
-                )
-            ),
-            *row_faults("`accuracy` must be 0 or 1", (accuracy != 0) & (accuracy != 1), accuracy),
-            *row_faults("`length_penalty` must be 0 or less", penalty > 0, penalty),
-            *row_faults("`reward` must be outcome + length_penalty", wrong, self.reward, total),
-        ]

@@ -17,21 +17,14 @@ from planish.records.schema import (
     ColumnData,
     Record,
     column,
-    column_faults,
     join,
-    prompt_id_faults,
     record,
-    row_faults,
-    take_rows,
-    value_faults,
 )
 
 VERDICT = ("accuracy", "score", "extracted", "invalid", "error", "timeout")
 """Columns of the verdict of the row's verifier."""
 _BLANK: dict[str, Any] = {"text": "", "float32": np.nan, "float64": np.nan, "bool": False}
 """Kind of a column that a set may lack to its value in rows of such a set."""
-_MAX_LOGPROB = 1e-3
-"""Room for rounding in engines that compute log-probabilities in half precision."""
 
 
 class FinishReason(IntEnum):
@@ -70,13 +63,12 @@ class RolloutSet(Record):
         ...     rollout_id=["00112233aabbccdd-000", "00112233aabbccdd-001"],
         ...     prompt_id=["00112233aabbccdd"] * 2, response=["5", "6"], answer=["5"] * 2,
         ...     verifier=["math"] * 2)
-        >>> rollouts.validate(), rollouts.num_rows, rollouts.num_groups
-        (None, 2, 1)
+        >>> rollouts.num_rows, rollouts.num_groups
+        (2, 1)
     """
 
     SCHEMA: ClassVar[str] = "rollouts/2"
     OLDER: ClassVar[tuple[str, ...]] = ("rollouts/1",)
-    REMEDY: ClassVar[str] = "the rollout stage writes this set"
 
     group_index: npt.NDArray[np.int32] = column("int32", "0..G-1, not decreasing")
     sample_index: npt.NDArray[np.int32] = column("int32", "position in the group")
@@ -117,12 +109,18 @@ class RolloutSet(Record):
     )
     """None where no function takes any."""
     accuracy: npt.NDArray[np.float32] | None = column(
-        "float32", "the verifier's verdict, 0 or 1; NaN where nobody has judged", default=None
+        "float32",
+        "the verifier's verdict, 0 or 1; NaN where nobody has judged",
+        default=None,
+        may_be_nan=True,
     )
     """It and the next five columns are the verdict of the row's verifier, and are there together;
     None in sets of earlier versions. Responses that have not ended have none."""
     score: npt.NDArray[np.float64] | None = column(
-        "float64", "the verifier's score, 0 to 1; NaN where nobody has judged", default=None
+        "float64",
+        "the verifier's score, 0 to 1; NaN where nobody has judged",
+        default=None,
+        may_be_nan=True,
     )
     extracted: list[str] | None = column("text", "the answer that the verifier saw", default=None)
     invalid: npt.NDArray[np.bool_] | None = column(
@@ -158,19 +156,6 @@ class RolloutSet(Record):
         """Number of groups G."""
         return len(self.prompt_tokens)
 
-    @classmethod
-    def empty(cls) -> RolloutSet:
-        """Return a set of no rollouts."""
-        none: dict[str, Any] = {}
-        for spec in cls.COLUMNS:
-            if spec.optional:
-                continue
-            if spec.kind.startswith("list<"):
-                none[spec.name] = Ragged.empty(spec.kind[len("list<") : -1])
-            else:
-                none[spec.name] = [] if spec.kind == "text" else np.empty(0, dtype=spec.kind)
-        return cls(**none)
-
     def columns(self) -> dict[str, ColumnData]:
         """Return the data of every column, prompt tokens repeated for each row of a group."""
         return {**super().columns(), "prompt_tokens": self.prompt_tokens.take(self.group_index)}
@@ -184,30 +169,6 @@ class RolloutSet(Record):
     def group_starts(self) -> Array:
         """Return [R] bool, True at the first row of each group."""
         return _starts(self.group_index)
-
-    def take_groups(self, indices: Sequence[int] | Array) -> RolloutSet:
-        """Return whole groups in the order of `indices`, renumbered from 0.
-
-        Args:
-            indices: [K] int without repeats, each in 0..G-1, or [G] bool.
-        """
-        groups = np.asarray(indices)
-        groups = np.flatnonzero(groups) if groups.dtype == np.bool_ else groups.astype(np.int64)
-        first = np.searchsorted(self.group_index, groups, side="left")
-        counts = np.searchsorted(self.group_index, groups, side="right") - first
-        bounds = np.cumsum(counts) - counts
-        rows = np.arange(counts.sum()) + np.repeat(first - bounds, counts)
-        group_index = np.repeat(np.arange(len(groups), dtype=np.int32), counts)
-        return self._take(rows, groups, group_index)
-
-    def _take(self, rows: Array, groups: Array, group_index: Array) -> RolloutSet:
-        own: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens.take(groups),
-            "group_index": group_index,
-        }
-        others = {name: data for name, data in vars(self).items() if name not in own}
-        taken = {n: take_rows(data, rows) for n, data in others.items() if data is not None}
-        return RolloutSet(**own, **taken)
 
     @staticmethod
     def concat(sets: Sequence[RolloutSet]) -> RolloutSet:
@@ -240,116 +201,6 @@ class RolloutSet(Record):
             [s.group_index + np.int32(by) for s, by in zip(sets, shift, strict=True)]
         )
         return RolloutSet(**joined)
-
-    def form_faults(self) -> list[str]:
-        """Return what is wrong with types and lengths; prompt tokens have a row for each group."""
-        faults = []
-        for spec in self.COLUMNS:
-            if spec.optional and getattr(self, spec.name) is None:
-                continue
-            rows = self.num_groups if spec.name == "prompt_tokens" else self.num_rows
-            faults += column_faults(spec.name, spec.kind, getattr(self, spec.name), rows)
-        return faults
-
-    def value_faults(self) -> list[str]:
-        """Return what is wrong with values of the right form."""
-        routing = self._routing_faults()
-        verdicts = self._verdict_faults()
-        return [
-            *self._order_faults(), *self._token_faults(), *routing, *self._id_faults(), *verdicts,
-        ]  # fmt: skip
-
-    def _order_faults(self) -> list[str]:
-        groups, samples = self.group_index, self.sample_index
-        step = np.diff(groups)
-        stuck = (step == 0) & (np.diff(samples) <= 0)
-        faults = row_faults("`group_index` must not decrease to the next row", step < 0, groups)
-        faults += row_faults("`sample_index` must be 0 or more", samples < 0, samples)
-        rule = "`sample_index` must increase within a group"
-        faults += row_faults(rule, stuck, samples, samples[1:])
-        present = np.unique(groups)
-        if not np.array_equal(present, np.arange(self.num_groups)):
-            faults.append(
-                f"`group_index` must hold each of 0..{self.num_groups - 1} and no other, got "
-                f"{len(present)} values in {present.min(initial=0)}..{present.max(initial=0)}"
-            )
-        return faults
-
-    def _token_faults(self) -> list[str]:
-        lengths, begins = self.response_tokens.lengths, self.window_start
-        faults = []
-        for name in ("rollout_logprobs", "policy_version"):
-            seen = getattr(self, name).lengths
-            rule = f"`{name}` must have one value per response token"
-            faults += row_faults(rule, seen != lengths, seen, lengths)
-        for name in ("prompt_tokens", "response_tokens", "policy_version"):
-            values = getattr(self, name).values
-            faults += value_faults(f"`{name}` must be 0 or more", values < 0, values)
-        logprobs = self.rollout_logprobs.values
-        good = np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB)
-        rule = "`rollout_logprobs` must be finite and 0 or less"
-        faults += value_faults(rule, ~good, logprobs)
-        rule = "`window_start` must be in 0..response length"
-        faults += row_faults(rule, (begins < 0) | (begins > lengths), begins, lengths)
-        last = max(FinishReason)
-        unknown = (self.finish < 0) | (self.finish > last)
-        return faults + row_faults(f"`finish` must be in 0..{last}", unknown, self.finish)
-
-    def _routing_faults(self) -> list[str]:
-        if self.routing is None or self.experts_per_token is None:
-            if self.routing is None and self.experts_per_token is None:
-                return []
-            return ["`routing` and `experts_per_token` must be there together, got one of them"]
-        lengths, per_token = self.num_tokens(), self.experts_per_token
-        choices = self.routing.lengths // np.maximum(lengths, 1)
-        uneven = (choices * lengths != self.routing.lengths) | (choices != choices[:1])
-        uneven |= (per_token < 1) | (per_token != per_token[:1])
-        uneven |= choices % np.maximum(per_token, 1) != 0
-        rule = (
-            "`routing` must have the same number of layers times `experts_per_token` choices for "
-            "each prompt and response token"
-        )
-        experts = self.routing.values
-        return [
-            *row_faults(rule, uneven, self.routing.lengths, per_token, lengths),
-            *value_faults("`routing` must be experts, or -1 where unknown", experts < -1, experts),
-        ]
-
-    def _verdict_faults(self) -> list[str]:
-        there = [getattr(self, name) is not None for name in VERDICT]
-        if self.accuracy is None or self.score is None or not all(there):
-            names = ", ".join(f"`{name}`" for name in VERDICT)
-            return [f"{names} must be there together"] if any(there) else []
-        accuracy, score = self.accuracy, self.score
-        is_blank = np.isnan(accuracy) & np.isnan(score)
-        return [
-            *row_faults(
-                "`accuracy` must be 0, 1 or NaN", ~is_blank & ~np.isin(accuracy, (0, 1)), accuracy
-            ),
-            *row_faults(
-                "`score` must be in 0..1, or NaN with `accuracy`",
-                ~is_blank & ~((score >= 0) & (score <= 1)),
-                score,
-            ),
-        ]
-
-    def _id_faults(self) -> list[str]:
-        samples = self.sample_index.tolist()
-        wanted = [f"{p}-{n:03d}" for p, n in zip(self.prompt_id, samples, strict=True)]
-        wrong = np.array([a != b for a, b in zip(self.rollout_id, wanted, strict=True)], np.bool_)
-        ids = np.asarray(self.prompt_id, dtype=np.str_)
-        mixed = (ids[1:] != ids[:-1]) & ~_starts(self.group_index)[1:]
-        return [
-            *prompt_id_faults(self.prompt_id),
-            *row_faults("`rollout_id` must be of its prompt", wrong, self.rollout_id, wanted),
-            *row_faults("`prompt_id` must be equal in all rows of a group", mixed, ids),
-        ]
-
-    def __eq__(self, other: object) -> bool:
-        """Same columns by value, with the same layout in memory."""
-        if not isinstance(other, RolloutSet):
-            return NotImplemented
-        return self.prompt_tokens == other.prompt_tokens and super().__eq__(other)
 
 
 def _with_column(part: RolloutSet, spec: Column) -> RolloutSet:

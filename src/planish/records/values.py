@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from planish.records.ragged import Array, Ragged
-from planish.records.schema import Record, column, record, row_faults, value_faults
+from planish.records.schema import Record, column, record
 
 
 @record
@@ -24,12 +23,11 @@ class ValueSet(Record):
         >>> values = ValueSet(
         ...     ordinal=np.array([4, 4]), sample_index=np.arange(2, dtype=np.int32),
         ...     values=Ragged.from_lists([[0.5, 0.25], [0.125]], np.float32))
-        >>> values.validate(), values.num_rows
-        (None, 2)
+        >>> values.num_rows
+        2
     """
 
     SCHEMA: ClassVar[str] = "values/1"
-    REMEDY: ClassVar[str] = "the train stage writes this set"
 
     ordinal: npt.NDArray[np.int64] = column("int64", "place of the prompt in the stream of prompts")
     sample_index: npt.NDArray[np.int32] = column("int32", "position in the group")
@@ -49,19 +47,3 @@ class ValueSet(Record):
         """Return (ordinal, sample_index) to values."""
         keys = zip(self.ordinal.tolist(), self.sample_index.tolist(), strict=True)
         return {key: self.values.row(row) for row, key in enumerate(keys)}
-
-    def value_faults(self) -> list[str]:
-        """Return what is wrong with values of the right form."""
-        step, rise = np.diff(self.ordinal), np.diff(self.sample_index)
-        stuck = (step < 0) | ((step == 0) & (rise <= 0))
-        keys = list(zip(self.ordinal.tolist(), self.sample_index.tolist(), strict=True))
-        values = self.values.values
-        rule = "(`ordinal`, `sample_index`) must rise to the next row"
-        return [
-            *row_faults("`ordinal` must be 0 or more", self.ordinal < 0, self.ordinal),
-            *row_faults(
-                "`sample_index` must be 0 or more", self.sample_index < 0, self.sample_index
-            ),
-            *row_faults(rule, stuck, list(pairwise(keys))),
-            *value_faults("`values` must be finite", ~np.isfinite(values), values),
-        ]

@@ -54,10 +54,30 @@ MAX_SWEPT = 4096
 _SWEPT: dict[Path, float] = {}
 _WRITER = re.compile(r"-([0-9a-f]{8})\.(\d{1,10})\.(\d{1,20})-[0-9a-f]{16}$")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EAGAIN, errno.EINTR}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FAULTS: tuple[tuple[set[int], type[StoreError], str], ...] = (
+    (
+        {errno.ENOENT, errno.ENOTDIR, errno.EISDIR},
+        ObjectMissing,
+        "`{uri}` must be an object, but there is none ({reason})",
+    ),
+    (
+        {errno.EACCES, errno.EPERM, errno.EROFS},
+        AccessRefused,
+        "`{uri}` must be readable and writable by this user, got {reason!r}; mend the permissions "
+        "of the folder",
+    ),
+    (
+        {errno.ENOSPC, errno.EDQUOT},
+        StoreError,
+        "`{uri}` can not be written: {reason}; make room",
+    ),
+    (
+        {errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EAGAIN, errno.EINTR},
+        StoreUnavailable,
+        "`{uri}` can not be reached now ({reason})",
+    ),
+)
+"""Errors of the operating system, our error for them and its text."""
 _ABSENT_IS_FINE = contextlib.suppress(FileNotFoundError, NotADirectoryError)
 
 
@@ -404,17 +424,7 @@ def _store_errors(uri: str) -> Iterator[None]:
         raise
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _MISSING:
-            raise ObjectMissing(
-                f"`{uri}` must be an object, but there is none ({reason})"
-            ) from None
-        if error.errno in _REFUSED:
-            raise AccessRefused(
-                f"`{uri}` must be readable and writable by this user, got {reason!r}; "
-                "mend the permissions of the folder"
-            ) from None
-        if error.errno in _FULL:
-            raise StoreError(f"`{uri}` can not be written: {reason}; make room") from None
-        if error.errno in _TRANSIENT:
-            raise StoreUnavailable(f"`{uri}` can not be reached now ({reason})") from None
+        for numbers, kind, text in _FAULTS:
+            if error.errno in numbers:
+                raise kind(text.format(uri=uri, reason=reason)) from None
         raise StoreError(f"`{uri}`: {reason}") from None

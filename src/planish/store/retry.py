@@ -14,7 +14,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, SSLError
@@ -34,6 +34,8 @@ STRANGER_SECONDS = 3.0
 FIRST_WAIT_SECONDS = 0.1
 """Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**(k - 1))."""
 LONGEST_WAIT_SECONDS = 10.0
+_JITTER = random.Random()
+"""Generator of the waits; a seed of the program leaves it alone."""
 
 TRANSIENT_CODES = frozenset(
     {"SlowDown", "SlowDownRead", "SlowDownWrite", "RequestTimeout", "InternalError"}
@@ -102,10 +104,6 @@ class Tries:
     retry_seconds: float = RETRY_SECONDS
     """Limit on the sum of the waits; 0 allows one try. The tries themselves do not count: one may
     transfer gigabytes before it fails."""
-    sleep: Callable[[float], None] = time.sleep
-    jitter: Callable[[float, float], float] = field(
-        default_factory=lambda: random.Random().uniform, repr=False
-    )
     count: int = 0
     is_ambiguous: bool = False
     """True if the server may have carried out an earlier try that failed here."""
@@ -119,7 +117,7 @@ class Tries:
                 return once()
             except Transient as error:
                 self.is_ambiguous |= error.sent
-                wait = self.jitter(0.0, longest_wait(self.count))
+                wait = _JITTER.uniform(0.0, longest_wait(self.count))
                 limit = min(self.retry_seconds, error.patience)
                 if waited >= limit or time.monotonic() + wait >= self.deadline:
                     raise
@@ -130,7 +128,7 @@ class Tries:
                     "retrying", tries=self.count, reason=error.reason, wait_seconds=wait
                 )
                 logger.warning("%s", facts)
-                self.sleep(wait)
+                time.sleep(wait)
 
 
 def longest_wait(tries: int) -> float:

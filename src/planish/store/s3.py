@@ -19,6 +19,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -191,7 +192,7 @@ class S3Store:
             upload_id = self._client._create_multipart_upload(
                 self._client.bucket, check_key(key), headers
             )
-        return S3Multipart(self, self._client, key, upload_id, size, begun_twice=tries.is_ambiguous)
+        return S3Multipart(self, self._client, key, upload_id, part_bytes(size), tries.is_ambiguous)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload."""
@@ -319,26 +320,18 @@ class S3Store:
         return etag if content == view else ""
 
 
+@dataclass(eq=False)
 class S3Multipart:
     """An upload in parts of `S3Store`."""
 
-    def __init__(
-        self,
-        store: S3Store,
-        client: Client,
-        key: str,
-        upload_id: str,
-        size: int,
-        *,
-        begun_twice: bool,
-    ):
-        self.key = key
-        self.upload_id = upload_id
-        self.part_bytes = part_bytes(size)
-        self.may_be_begun_twice = begun_twice
-        self._store = store
-        self._client = client
-        self._parts: dict[int, tuple[str, str]] = {}
+    _store: S3Store
+    _client: Client
+    key: str
+    upload_id: str
+    part_bytes: int
+    may_be_begun_twice: bool
+    _parts: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Entity tag and CRC-32C of each part that is written."""
 
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write one part."""
@@ -401,64 +394,53 @@ class S3Multipart:
         return present if present.strip('"') == f"{joined}-{len(digests)}" else ""
 
 
+@dataclass
 class _Download:
     """Download of a range of an object into memory, which can be resumed."""
 
-    def __init__(
-        self,
-        client: Client,
-        key: str,
-        start: int,
-        length: int | None,
-        target: memoryview | None = None,
-        etag: str = "",
-        limit: int | None = None,
-    ):
-        """Read into `target`, else a whole object of at most `limit` bytes that may change."""
-        self.target = target
-        """Buffer with the size from the first answer, unless the caller gives it."""
-        self.etag = etag
-        """Entity tag of the first answer; later answers must have the same one."""
-        self.done = 0
-        self._client = client
-        self._key = key
-        self._start = start
-        self._length = length
-        self._limit = limit
+    client: Client
+    key: str
+    start: int
+    length: int | None
+    target: memoryview | None = None
+    """Buffer with the size from the first answer, unless the caller gives it."""
+    etag: str = ""
+    """Entity tag of the first answer; later answers must have the same one."""
+    limit: int | None = None
+    """Most bytes of a whole object that may change; None for any other download."""
+    done: int = 0
 
     def run(self) -> None:
         """Read the range up to the object's end; raises ObjectChanged, ObjectTooLarge."""
         try:
-            self._client.call(
-                "GET", self._key, self._take, headers=self._headers, handled={412, 416}
-            )
+            self.client.call("GET", self.key, self._take, headers=self._headers, handled={412, 416})
         except Refused as refused:
             if refused.status == 412:
-                raise _unmet(self._client.place(self._key), self.etag) from None
+                raise _unmet(self.client.place(self.key), self.etag) from None
             # 416: the object ends before the range begins.
 
     def _headers(self) -> dict[str, str]:
-        if self._limit is not None:
+        if self.limit is not None:
             self.target, self.etag, self.done = None, "", 0
         condition = _condition(False, self.etag)
-        first = self._start + self.done
-        if self._length is None:
+        first = self.start + self.done
+        if self.length is None:
             return {"range": f"bytes={first}-", **condition} if first else condition
-        return {"range": f"bytes={first}-{self._start + self._length - 1}", **condition}
+        return {"range": f"bytes={first}-{self.start + self.length - 1}", **condition}
 
     def _take(self, answer: Answer) -> None:
         _present(answer)
-        first, place = self._start + self.done, self._client.place(self._key)
+        first, place = self.start + self.done, self.client.place(self.key)
         span = answer.headers.get("Content-Range", "")
-        is_whole = self._length is None and not first
+        is_whole = self.length is None and not first
         length = answer.length_remaining
         if length is None or not (is_whole or span.startswith(f"bytes {first}-")):
             raise StoreError(
                 f"{place} must be read from byte {first}, but the server answers HTTP "
                 f"{answer.status} with the range {span!r}"
             )
-        if self._limit is not None and length > self._limit:
-            raise ObjectTooLarge(f"{place} must be at most {self._limit} bytes here, got {length}")
+        if self.limit is not None and length > self.limit:
+            raise ObjectTooLarge(f"{place} must be at most {self.limit} bytes here, got {length}")
         if self.target is None:
             self.target = memoryview(bytearray(length))
         self.etag = self.etag or answer.headers.get("ETag", "")
@@ -472,7 +454,7 @@ class _Download:
             self.done += len(block)
             if self.done >= mark + SLICE_BYTES:
                 mark, began = self.done, time.monotonic()
-            elif time.monotonic() - began > self._client.read_seconds:
+            elif time.monotonic() - began > self.client.read_seconds:
                 # The answer trickles: another connection may be faster.
                 raise Transient("TimeoutError", "no answer in time")
 

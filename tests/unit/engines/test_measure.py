@@ -12,6 +12,7 @@ from planish.models.policy import build_policy
 from planish.records.rollouts import FinishReason
 from planish.verifiers import VerifierOptions
 from tests.unit.engines.disagg.instances import MortalRank, disagg
+from tests.unit.records import rules
 from tests.unit.records.samples import rows_of
 from tests.unit.tiny_run import sums, tiny_model
 
@@ -33,7 +34,7 @@ def test_groups_follow_the_prompts_and_hold_all_samples():
     prompts, _ = sums([(1, 2), (3, 4), (5, 6)])
     policy = build_policy(tiny_model(), seed=0)
     rollouts = sample(prompts, policy)
-    rollouts.validate()
+    rules.check(rollouts)
     assert rollouts.group_index.tolist() == [0, 0, 1, 1, 2, 2]
     assert rollouts.sample_index.tolist() == [0, 1, 0, 1, 0, 1]
     assert rollouts.prompt_id == [i for i in prompts.prompt_id for _ in range(2)]
@@ -77,7 +78,7 @@ def test_greedy_samples_of_a_prompt_are_equal():
 def test_prompt_that_does_not_fit_the_model_is_an_aborted_row_without_tokens():
     prompts, _ = sums([(1, 2), (10**60, 4)])
     rollouts = sample(prompts, build_policy(tiny_model(), seed=0))
-    rollouts.validate()
+    rules.check(rollouts)
     assert rollouts.finish[2:].tolist() == [FinishReason.ABORT] * 2
     assert rollouts.response_tokens.lengths[2:].tolist() == [0, 0]
     assert (rollouts.finish[:2] <= FinishReason.LENGTH).all()

@@ -13,10 +13,10 @@ from planish.records import (
     TraceSet,
     ValueSet,
     WaitingSet,
+    schema,
 )
 from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.prompts import prompt_id
-from planish.records.schema import join
 
 ODD_TEXTS = ["", "é\u0000 nul", "line\nbreak", "\U0001f600", "' or 1=1; --", "x" * 1000]
 
@@ -29,7 +29,7 @@ def file_of(record) -> bytes:
 
 def decode(data, specs):
     """Return the columns of a whole Parquet file."""
-    return join(list(decode_pieces(data, specs, name="x")), specs)
+    return schema.join(list(decode_pieces(data, specs, name="x")), specs)
 
 
 def rows_of(ragged):
@@ -41,7 +41,17 @@ def take_rows(rollouts, chosen):
     """Return the chosen rows in order; groups without rows vanish, others renumber."""
     rows = np.flatnonzero(chosen) if np.asarray(chosen).dtype == np.bool_ else np.sort(chosen)
     groups, index = np.unique(rollouts.group_index[rows], return_inverse=True)
-    return rollouts._take(rows, groups, index.astype(np.int32))
+    columns = {
+        name: schema.take_rows(data, groups if name == "prompt_tokens" else rows)
+        for name, data in vars(rollouts).items()
+        if data is not None
+    }
+    return RolloutSet(**{**columns, "group_index": index.astype(np.int32)})
+
+
+def take_groups(rollouts, groups):
+    """Return whole groups in this order, renumbered from 0."""
+    return RolloutSet.concat([take_rows(rollouts, rollouts.group_index == one) for one in groups])
 
 
 def build_rollouts(prompts, responses, **columns) -> RolloutSet:

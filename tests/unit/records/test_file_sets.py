@@ -185,7 +185,7 @@ def test_another_schema_or_digest_is_refused(file_root):
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "manifest.json", "", "a b"])
 def test_names_that_leave_the_folder_are_not_written(file_root, name):
-    with pytest.raises(RecordError, match="must be paths below their set"):
+    with pytest.raises(ValueError, match="must be a path below its set"):
         write(file_root, {name: b""})
 
 

@@ -1,4 +1,4 @@
-"""What each record refuses, and that it tells every fault at once."""
+"""Rules of records, rows that are taken and joined, columns that a set may lack."""
 
 import hashlib
 import io
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from planish.base.errors import RecordError
-from planish.records import Ragged, RolloutSet, ValueSet, WaitingSet, read_set, write_set
+from planish.records import Ragged, RolloutSet, read_set, write_set
 from planish.records.parquet import decode_pieces
 from planish.records.prompts import prompt_id
 from planish.show.command import show
+from tests.unit.records import rules
 from tests.unit.records.samples import (
     SAMPLES,
     changed,
@@ -23,9 +24,9 @@ from tests.unit.records.samples import (
     random_prompts,
     random_rewards,
     random_rollouts,
-    random_traces,
     routed,
     rows_of,
+    take_groups,
     take_rows,
 )
 
@@ -34,7 +35,7 @@ from tests.unit.records.samples import (
 @pytest.mark.parametrize("seed", range(3))
 def test_samples_are_valid_and_equal_themselves_only(kind, seed):
     record = SAMPLES[kind](seed)
-    record.validate()
+    rules.check(record)
     assert record == SAMPLES[kind](seed)
     assert record != SAMPLES[kind](seed + 1)
     assert record != "something else"
@@ -48,139 +49,38 @@ def test_the_prompt_id_is_the_digest_of_canonical_json():
     assert prompt_id(messages, "3") != prompt_id(messages, "2")
 
 
-def floats(*values):
-    return np.array(values, np.float32)
-
-
-def ints(*values):
-    return np.array(values, np.int32)
-
-
-def ragged(rows, dtype=np.float32):
-    return Ragged.from_lists(rows, dtype)
-
-
-PROMPTS = random_prompts(rows=2)
-REWARDS = random_rewards(rows=2)
-TRACES = random_traces(rows=2)
-ROLLOUTS = random_rollouts(groups=2, group_size=2)
-ROUTED = routed()
-WAITING = WaitingSet(
-    ragged([[3], [4, 5]], np.int32),
-    ragged([[7, 1], [1]], np.int32),
-    ragged([[0.5, 0.25], [-1.0]]),
-    ragged([[1.0, 1.0], [0.0]]),
+@pytest.mark.parametrize(
+    ("record", "column", "bad"),
+    [
+        (random_rewards(rows=2), "reward", np.array([9, np.nan], np.float32)),
+        (random_rollouts(), "rollout_logprobs", -np.inf),
+    ],
 )
-VALUES = ValueSet.from_rows(
-    {(7, 0): [0.5, -0.25], (2, 3): [1.0], (2, 1): [], (2**40, 0): [3.0, 4.0, 5.0]}
-)
-
-
-def logprobs(bad):
-    values = ROLLOUTS.rollout_logprobs.values.copy()
-    values[1] = bad
-    return Ragged(values, ROLLOUTS.rollout_logprobs.offsets)
-
-
-BROKEN = [
-    (PROMPTS, "prompt_id", ["A" * 16, "b" * 16], "16 hex digits, got 'AAAAAAAAAAAAAAAA' in row 0"),
-    (PROMPTS, "prompt_id", ["b" * 16] * 2, "must not repeat, got 'bbbbbbbbbbbbbbbb' in row 0"),
-    (PROMPTS, "answer", ["1"], "`answer` must be a list of 2 texts, got 1"),
-    (PROMPTS, "answer", [1, "2"], "`answer` must be text that UTF-8 can hold, got 1 in row 0"),
-    (PROMPTS, "answer", ["1", "\ud800"], "UTF-8 can hold, got '\\ud800' in row 1"),
-    (PROMPTS, "source", "ab", "`source` must be a list of 2 texts, got str"),
-    (PROMPTS, "messages", [[]], "list of 2 lists of messages, got 1"),
-    (PROMPTS, "messages", [[], [{"role": "user"}]], "in row 0"),
-    (PROMPTS, "messages", [[{"role": "user", "content": 1}]] * 2, "got [{'role': 'user', 'content"),
-    (PROMPTS, "pass_rate", floats(0, 1.5), "`pass_rate` must be in 0..1 or NaN, got 1.5 in row 1"),
-    (PROMPTS, "pass_rate", np.zeros(2), "`pass_rate` must be [2] float32, got [2] float64"),
-    (PROMPTS, "pass_rate", [0.0, 1.0], "`pass_rate` must be an array [R] float32, got list"),
-    (TRACES, "prompt_id", ["x", "b" * 16], "16 hex digits, got 'x' in row 0"),
-    (TRACES, "response", ["a"], "`response` must be a list of 2 texts, got 1"),
-    (REWARDS, "accuracy", floats(0, 0.5), "`accuracy` must be 0 or 1, got 0.5 in row 1"),
-    (REWARDS, "length_penalty", floats(0, 0.5), "must be 0 or less, got 0.5 in row 1"),
-    (REWARDS, "reward", floats(9, np.nan), "`reward` must be finite, got nan in row 1"),
-    (REWARDS, "reward", floats(9, 9), "`reward` must be outcome + length_penalty, got 9.0 for "),
-    (REWARDS, "keep", np.zeros(3, bool), "`keep` must be [2] bool, got [3] bool"),
-    (ROLLOUTS, "group_index", ints(0, 0, 2, 2), "each of 0..1 and no other, got 2 values in 0..2"),
-    (ROLLOUTS, "group_index", ints(1, 1, 0, 0), "not decrease to the next row, got 1 in row 1"),
-    (ROLLOUTS, "group_index", ints(0, 0, 0, 0), "must hold each of 0..1"),
-    (ROLLOUTS, "sample_index", ints(0, 0, 0, 1), "increase within a group, got 0 for 0 in row 0"),
-    (ROLLOUTS, "sample_index", ints(-1, 1, 0, 1), "must be 0 or more, got -1"),
-    (ROLLOUTS, "window_start", ints(0, 0, 0, 13), "in 0..response length, got 13 for"),
-    (ROLLOUTS, "window_start", ints(-1, 0, 0, 0), "in 0..response length, got -1 for"),
-    (ROLLOUTS, "finish", np.array([0, 1, 2, 4], np.int8), "must be in 0..3, got 4 in row 3"),
-    (ROLLOUTS, "prompt_id", ["a" * 16] * 3 + ["b" * 16], "must be equal in all rows of a group"),
-    (ROLLOUTS, "prompt_id", ["x"] * 4, "16 hex digits, got 'x' in row 0"),
-    (ROLLOUTS, "rollout_id", ["x"] * 4, "got 'x' for "),
-    (ROLLOUTS, "prompt_tokens", ragged([[1]], np.int32), "must hold each of 0..0 and no other"),
-    (ROLLOUTS, "prompt_tokens", ragged([[1], [-2]], np.int32), "must be 0 or more, got -2"),
-    (ROLLOUTS, "response_tokens", [[1]] * 4, "must be a Ragged of int32, got list"),
-    *(
-        (ROLLOUTS, "rollout_logprobs", logprobs(bad), f"finite and 0 or less, got {bad} (1 values)")
-        for bad in (np.nan, np.inf, -np.inf, 0.5)
-    ),
-    (ROLLOUTS, "rollout_logprobs", ragged([[-1.0]] * 4), "one value per response token, got 1 for"),
-    (ROUTED, "experts_per_token", None, "must be there together, got one of them"),
-    (ROUTED, "experts_per_token", np.full(20, 4, np.int32), "for 4 for"),
-    (ROUTED, "experts_per_token", np.full(20, 0, np.int32), "for 0 for"),
-    (ROUTED, "experts_per_token", np.full(20, 2), "`experts_per_token` must be [20] int32"),
-    (ROUTED, "routing", ragged([[1]] * 20, np.int8), "choices for each prompt and"),
-    (ROUTED, "routing", ragged([[-2]] * 20, np.int8), "or -1 where unknown, got -2"),
-    (ROUTED, "routing", ragged([[1]] * 20, np.int32), "values must be [N] int8"),
-    (ROUTED, "routing", ragged([[1]] * 19, np.int8), "`routing` must have 20 rows"),
-    (WAITING, "prompt_tokens", ragged([[3], []], np.int32), "at least one token, got 0 in row 1"),
-    (WAITING, "response_tokens", ragged([[7, -1], [1]], np.int32), "must be token ids, got -1"),
-    (WAITING, "values", ragged([[0.5], [1.0]]), "one number per response token, got 1 for 2 in"),
-    (WAITING, "returns", ragged([[1.0, np.nan], [0.0]]), "`returns` must be finite, got nan (1 "),
-    (WAITING, "returns", ragged([[1.0, 1.0]]), "`returns` must have 2 rows, got 1"),
-    (WAITING, "values", ragged([[1, 1], [0]], np.int32), "`values` values must be"),
-    (VALUES, "ordinal", np.array([2, 2, 1, 9]), "must rise to the next row, got ((2, 3), (1, 0))"),
-    (VALUES, "sample_index", ints(1, 1, 0, 0), "got ((2, 1), (2, 1))"),
-    (VALUES, "ordinal", np.array([-1, 2, 7, 9]), "`ordinal` must be 0 or more, got -1"),
-    (VALUES, "ordinal", ints(2, 2, 7, 9), "int64"),
-    (VALUES, "values", ragged([[], [np.nan], [0.5, 1], [1.0]]), "`values` must be finite, got nan"),
-    (VALUES, "values", ragged([[], [1]]), "`values` must have 4 rows, got 2"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("record", "column", "value", "fault"), BROKEN)
-def test_a_broken_rule_is_told_with_the_value_seen(record, column, value, fault):
-    with pytest.raises(RecordError) as raised:
-        changed(record, **{column: value}).validate()
-    assert fault in str(raised.value)
-
-
-def test_all_faults_are_told_in_one_message():
-    faulty = changed(
-        ROLLOUTS,
-        finish=np.array([0, 0, 0, 9], np.int8),
-        window_start=ints(99, 0, 0, 0),
-        rollout_id=["x"] * 4,
-        prompt_id=["y"] * 4,
-    )
-    with pytest.raises(RecordError) as raised:
-        faulty.validate()
-    for part in ("`finish`", "`window_start`", "`prompt_id`", "(4 rows)", "rollout stage"):
-        assert part in str(raised.value)
+def test_numbers_that_are_not_finite_are_not_written(tmp_path, record, column, bad):
+    if column == "rollout_logprobs":
+        lengths = record.response_tokens.lengths.tolist()
+        bad = Ragged.from_lists([[bad] * n for n in lengths], np.float32)
+    faulty = changed(record, **{column: bad})
+    with pytest.raises(RecordError, match=f"`{column}` must be finite, got (nan|-inf) "):
+        write_set(tmp_path.as_uri(), faulty, parents={}, attributes={})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_taking_groups_keeps_rows_together_and_renumbers():
     rollouts = random_rollouts(groups=4, group_size=3)
-    taken = rollouts.take_groups([3, 1])
-    taken.validate()
+    taken = take_groups(rollouts, [3, 1])
+    rules.check(taken)
     assert taken.group_index.tolist() == [0, 0, 0, 1, 1, 1]
     assert taken.answer == [str(r) for r in (9, 10, 11, 3, 4, 5)]
     assert taken.prompt_tokens == rollouts.prompt_tokens.take([3, 1])
     assert taken.response_tokens == rollouts.response_tokens.take([9, 10, 11, 3, 4, 5])
-    assert rollouts.take_groups(np.array([False, True, False, True])).answer[:3] == ["3", "4", "5"]
-    assert rollouts.take_groups([]) == RolloutSet.empty()
+    assert take_groups(rollouts, []) == RolloutSet.empty()
 
 
 def test_taking_rows_drops_groups_that_become_empty():
     rollouts = random_rollouts(groups=4, group_size=3)
     taken = take_rows(rollouts, [11, 0, 9])
-    taken.validate()
+    rules.check(taken)
     assert taken.answer == ["0", "9", "11"]
     assert taken.group_index.tolist() == [0, 1, 1]
     assert taken.sample_index.tolist() == [0, 0, 2]
@@ -189,9 +89,9 @@ def test_taking_rows_drops_groups_that_become_empty():
 
 def test_concat_undoes_taking_apart():
     rollouts = random_rollouts(groups=5, group_size=2)
-    parts = [rollouts.take_groups([0, 1]), RolloutSet.empty(), rollouts.take_groups([2, 3, 4])]
+    parts = [take_groups(rollouts, [0, 1]), RolloutSet.empty(), take_groups(rollouts, [2, 3, 4])]
     joined = RolloutSet.concat(parts)
-    joined.validate()
+    rules.check(joined)
     assert joined == rollouts
     assert (joined.num_rows, joined.num_groups) == (10, 5)
     assert RolloutSet.concat([]) == RolloutSet.empty()
@@ -201,7 +101,7 @@ def test_prompts_can_be_taken_in_another_order():
     taken = random_prompts(rows=5).take([4, 0])
     assert taken.answer == ["4", "0"]
     assert np.isnan(taken.pass_rate[1])
-    taken.validate()
+    rules.check(taken)
 
 
 ROWS = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6), max_size=8)
@@ -211,7 +111,6 @@ ROWS = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6), max_size
 def test_lists_come_back_as_they_went_in(rows):
     ragged = Ragged.from_lists(rows, np.int32)
     assert rows_of(ragged) == rows
-    assert ragged.faults("x", rows=len(rows), dtype="int32") == []
 
 
 @given(ROWS, st.data())
@@ -254,26 +153,6 @@ def test_an_empty_array_has_no_rows_and_its_dtype():
     assert (len(empty), empty.values.dtype, rows_of(empty)) == (0, np.float32, [])
     assert Ragged.from_lists([], np.float32) == empty
     assert empty.take([]) == empty
-
-
-@pytest.mark.parametrize(
-    ("values", "offsets", "fault"),
-    [
-        ([1, 2, 3], [0, 2], "rise from 0 to 3, got 0 to 2"),
-        ([1, 2, 3], [1, 3], "rise from 0 to 3, got 1 to 3"),
-        ([1, 2, 3], [0, 4, 3], "rise from 0 to 3"),
-        ([1, 2, 3], [0, 1, 3, 3], "must have 2 rows, got 3"),
-        ([1, 2, 3], [], "must be [R + 1] int64, got [0]"),
-        ([[1], [2]], [0, 1, 2], "must be [N] int32, got [2, 1]"),
-    ],
-)
-def test_wrong_offsets_are_told(values, offsets, fault):
-    ragged = Ragged(np.array(values, np.int32), np.array(offsets, np.int64))
-    assert any(fault in text for text in ragged.faults("x", rows=2, dtype="int32"))
-    wrong = Ragged(np.zeros(1, np.int64), np.array([0, 1]))
-    assert wrong.faults("x", rows=1, dtype="int32") == [
-        "`x` values must be [N] int32, got [1] int64"
-    ]
 
 
 LAYERS, CHOICES = 3, 2
@@ -322,16 +201,16 @@ def test_rows_and_groups_take_their_experts_along():
     rows = take_rows(rollouts, [2, 5, 11])
     for place, row in enumerate([2, 5, 11]):
         assert (rows.routing_of(place) == rollouts.routing_of(row)).all()
-    groups = rollouts.take_groups([3, 1])
-    groups.validate()
+    groups = take_groups(rollouts, [3, 1])
+    rules.check(groups)
     assert (groups.routing_of(0) == rollouts.routing_of(12)).all()
-    assert rollouts.take_groups(range(5)) == rollouts
+    assert take_groups(rollouts, range(5)) == rollouts
 
 
 def test_sets_with_and_without_experts_join_with_unknown_ones():
     one, other = routed(0), random_rollouts(1)
     joined = RolloutSet.concat([other, RolloutSet.empty(), one])
-    joined.validate()
+    rules.check(joined)
     assert joined.num_rows == 40
     assert (joined.routing_of(7) == -1).all()
     assert joined.routing_of(7).shape[1:] == (LAYERS, CHOICES)

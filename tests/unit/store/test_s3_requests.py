@@ -42,14 +42,21 @@ def failing(times, result="done"):
     return once
 
 
-def tries(waits, **options):
-    return Tries(Counter(), time.monotonic() + 1e9, sleep=waits.append, **options)
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits of a request, which pass at once."""
+    found = []
+    monkeypatch.setattr("planish.store.retry.time.sleep", found.append)
+    return found
+
+
+def tries(deadline=1e9, **options):
+    return Tries(Counter(), time.monotonic() + deadline, **options)
 
 
 @pytest.mark.parametrize("times", range(8))
-def test_failures_within_the_retry_seconds_are_outlived(times):
-    waits = []
-    used = tries(waits)
+def test_failures_within_the_retry_seconds_are_outlived(times, waits):
+    used = tries()
     assert used.run(failing(times)) == "done"
     assert used.count == times + 1
     assert len(waits) == times
@@ -58,11 +65,11 @@ def test_failures_within_the_retry_seconds_are_outlived(times):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 60.0])
-def test_tries_go_on_for_the_retry_seconds_and_one_wait_at_most(seconds):
+def test_tries_go_on_for_the_retry_seconds_and_one_wait_at_most(seconds, waits, monkeypatch):
     for seed in range(50):
-        waits = []
-        used = tries(waits, retry_seconds=seconds)
-        used.jitter = random.Random(seed).uniform
+        waits.clear()
+        monkeypatch.setattr("planish.store.retry._JITTER", random.Random(seed))
+        used = tries(retry_seconds=seconds)
         with pytest.raises(Transient, match="busy"):
             used.run(failing(10**6))
         assert seconds <= sum(waits) <= seconds + longest_wait(used.count)

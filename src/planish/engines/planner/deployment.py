@@ -35,7 +35,7 @@ class Times:
     """Seconds of the stages for one micro-batch, in one layer and outside the pipeline."""
 
     attention: float
-    experts: float
+    expert: float
     """Seconds on the busiest node."""
     network: float
     """Seconds of one direction between attention and experts."""
@@ -44,37 +44,37 @@ class Times:
     iteration."""
 
 
+@dataclass(kw_only=True)
 class Deployment:
-    """Attention replicas and expert nodes on given GPUs; they need not fit into memory."""
+    """Attention replicas and expert nodes on given GPUs; they need not fit into memory.
 
-    def __init__(
-        self,
-        model: MoeModel,
-        workload: Workload,
-        constants: Constants,
-        profiles: Profiles,
-        attention_gpu: Gpu,
-        expert_gpu: Gpu,
-        *,
-        tp_a: int,
-        tp_e: int,
-        n_a: int,
-        n_e: int,
-    ) -> None:
-        """Compute the stages.
+    There are `n_a` attention replicas with `tp_a` GPUs each. There are `n_e` expert nodes with
+    `tp_e` GPUs each; `n_e` divides the number of experts.
+    """
 
-        There are `n_a` attention replicas with `tp_a` GPUs each. There are `n_e` expert nodes with
-        `tp_e` GPUs each; `n_e` divides the number of experts. Measured `profiles` override the
-        `constants`.
-        """
-        self.model, self.attention_gpu, self.expert_gpu = model, attention_gpu, expert_gpu
-        self.tp_a, self.tp_e, self.n_a, self.n_e = tp_a, tp_e, n_a, n_e
+    model: MoeModel
+    workload: Workload
+    constants: Constants
+    profiles: Profiles
+    """Measured stages, which override the `constants`."""
+    attention_gpu: Gpu
+    expert_gpu: Gpu
+    tp_a: int
+    tp_e: int
+    n_a: int
+    n_e: int
+
+    def __post_init__(self) -> None:
+        """Compute the stages."""
+        model, workload, constants = self.model, self.workload, self.constants
+        attention_gpu, expert_gpu = self.attention_gpu, self.expert_gpu
+        tp_a, tp_e, n_a, n_e = self.tp_a, self.tp_e, self.n_a, self.n_e
         length, local = workload.length, model.num_experts // n_e
-        self.attention: Stage = profiles.get(
+        self.attention: Stage = self.profiles.get(
             ("attention", attention_gpu.name, tp_a)
         ) or attention_stage(model, attention_gpu, tp_a, length, constants)
         """Seconds for the rows of one replica; so are `outside` and `network`."""
-        measured = profiles.get(("experts", expert_gpu.name, tp_e))
+        measured = self.profiles.get(("experts", expert_gpu.name, tp_e))
         self.experts: Stage = (
             measured.repeated(local)
             if measured

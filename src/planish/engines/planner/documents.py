@@ -78,12 +78,12 @@ class PlannedRun(_Stored):
     def deployment(self) -> Deployment:
         """GPUs, ranks and stages."""
         return Deployment(
-            self.model,
-            self.workload,
-            self.constants,
-            {(one.stage, one.gpu, one.tp): one for one in self.profiles},
-            self.gpus[self.plan.attention_gpu],
-            self.gpus[self.plan.expert_gpu],
+            model=self.model,
+            workload=self.workload,
+            constants=self.constants,
+            profiles={(one.stage, one.gpu, one.tp): one for one in self.profiles},
+            attention_gpu=self.gpus[self.plan.attention_gpu],
+            expert_gpu=self.gpus[self.plan.expert_gpu],
             **self.plan.model_dump(include={"tp_a", "tp_e", "n_a", "n_e"}),
         )
 

@@ -7,7 +7,7 @@ are small; the memory reserve covers them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,15 @@ class MoeModel:
 
     def attention_bytes(self, tp: int) -> int:
         """Return the bytes of weights on one of `tp` GPUs of an attention node."""
-        attention = self.all_layers * _count(self.attention_matrices(tp))
-        shared = self.layers * _count(self.feed_forward_matrices(self.shared_size, tp))
-        dense = self.dense_layers * _count(self.feed_forward_matrices(self.dense_size, tp))
+        attention = self.all_layers * numbers_in(self.attention_matrices(tp))
+        shared = self.layers * numbers_in(self.feed_forward_matrices(self.shared_size, tp))
+        dense = self.dense_layers * numbers_in(self.feed_forward_matrices(self.dense_size, tp))
         tables = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size // tp
         return BYTES * (attention + shared + dense + tables)
 
 
-def _count(matrices: list[tuple[int, int]]) -> int:
+def numbers_in(matrices: Sequence[tuple[int, int]]) -> int:
+    """Return the numbers of all matrices together."""
     return sum(rows * columns for rows, columns in matrices)
 
 

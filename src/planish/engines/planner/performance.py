@@ -9,6 +9,7 @@ Source: MegaScale-Infer, arXiv 2504.02263, performance model; equation 6 for the
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, with_config
 
 from planish.engines.planner.cli import LARGEST
 from planish.engines.planner.gpus import STORED, Gpu
-from planish.engines.planner.models import BYTES, MoeModel
+from planish.engines.planner.models import BYTES, MoeModel, numbers_in
 
 Combine = Literal["exact", "local_sum"]
 """`exact`: one row per token and expert crosses the network. `local_sum`: at most one row per token
@@ -110,11 +111,10 @@ class Measured:
 
     def seconds(self, rows: float) -> float:
         """Return the seconds for a number of rows."""
-        x, y, place = self.rows, self.measured, 1
+        x, y = self.rows, self.measured
         if rows <= x[0]:
             return y[0] + rows * self.slope + self.fixed
-        while place < len(x) - 1 and rows > x[place]:
-            place += 1
+        place = bisect.bisect_left(x, rows, 1, len(x) - 1)
         share = (rows - x[place - 1]) / (x[place] - x[place - 1])
         return y[place - 1] + share * (y[place] - y[place - 1]) + rows * self.slope + self.fixed
 
@@ -141,7 +141,7 @@ def matrices_roofline(
 
     Each row uses one of `copies` matrices of a shape; one kernel computes all copies.
     """
-    size = sum(rows * columns for rows, columns in matrices)
+    size = numbers_in(matrices)
     return Roofline(
         compute=2 * size / (gpu.flops * constants.compute_efficiency),
         weights=copies * BYTES * size / (gpu.memory_rate * constants.memory_efficiency),
@@ -196,9 +196,22 @@ def attention_stage(
     With `shared_sum` the shared experts have their own all-reduce, apart from that of routed
     experts.
     """
-    shared = model.feed_forward_matrices(model.shared_size, tp)
-    matrices = matrices_roofline([*model.attention_matrices(tp), *shared], gpu, constants)
-    sums = 2 if shared and shared_sum else 1
+    sums = 2 if model.shared_size and shared_sum else 1
+    return _layer(model, gpu, tp, length, constants, model.shared_size, sums)
+
+
+def _layer(
+    model: MoeModel,
+    gpu: Gpu,
+    tp: int,
+    length: float,
+    constants: Constants,
+    size: int,
+    sums: int,
+) -> Roofline:
+    """Return the seconds of attention and a feed-forward network, with some all-reduces."""
+    feed_forward = model.feed_forward_matrices(size, tp)
+    matrices = matrices_roofline([*model.attention_matrices(tp), *feed_forward], gpu, constants)
     per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
     return replace(
         matrices,
@@ -226,16 +239,12 @@ def outside_stage(
     """Return the seconds of the layers without experts and of the logits on an attention node."""
     logits = matrices_roofline([(model.hidden_size, model.vocab_size // tp)], gpu, constants)
     layers = model.dense_layers
-    feed_forward = model.feed_forward_matrices(model.dense_size, tp)
-    dense = matrices_roofline([*model.attention_matrices(tp), *feed_forward], gpu, constants)
-    per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
-    core = attention_core(model, gpu, tp, length, constants)
-    fixed = dense.fixed + 2 * latency + constants.kernel_seconds + constants.layer_seconds
+    dense = _layer(model, gpu, tp, length, constants, model.dense_size, 2)
     return Roofline(
         compute=logits.compute + layers * dense.compute,
         weights=logits.weights + layers * dense.weights,
-        slope=layers * (core + 2 * per_row),
-        fixed=logits.fixed + layers * fixed,
+        slope=layers * dense.slope,
+        fixed=logits.fixed + layers * dense.fixed,
     )
 
 
@@ -278,8 +287,4 @@ def free_bytes(gpu: Gpu, weights: float, constants: Constants) -> float:
 
 def most_rows(seconds: Callable[[float], float], limit: float, bound: int) -> int:
     """Return, by bisection, the most rows below a bound that stay within the time limit."""
-    low, high = 0, bound
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if seconds(middle) <= limit else (low, middle)
-    return low
+    return bisect.bisect_right(range(1, bound), limit, key=seconds)

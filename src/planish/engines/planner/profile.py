@@ -31,7 +31,7 @@ from planish.base.text import Table
 from planish.engines.planner.cli import Progress, write_output
 from planish.engines.planner.frames import frame_seconds
 from planish.engines.planner.gpus import GPUS, Gpu
-from planish.engines.planner.models import BYTES, MoeModel, find_model
+from planish.engines.planner.models import BYTES, MoeModel, find_model, numbers_in
 from planish.engines.planner.performance import Constants, attention_stage, expert_stage
 
 WARM_UP_RUNS = 3
@@ -294,7 +294,7 @@ def comparison(
         f"{1e6 * one['offset']:.0f} us, at least {1e6 * one['floor']:.0f} us, R2 {one['r2']:.4f}"
     )
     if one["stage"] == "experts" and one["slope"] > 0:
-        size = sum(a * b for a, b in model.feed_forward_matrices(model.expert_size, one["tp"]))
+        size = numbers_in(model.feed_forward_matrices(model.expert_size, one["tp"]))
         compute = 2 * size / (gpu.flops * one["slope"])
         memory = BYTES * size / (rate * one["floor"]) if one["floor"] > 0 else 0.0
         title += f"; compute_efficiency {compute:.2f}, memory_efficiency {memory:.2f}"

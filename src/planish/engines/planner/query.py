@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from planish.base.errors import ConfigError
-from planish.engines.planner.deployment import Deployment, Profiles
+from planish.engines.planner.deployment import Profiles
 from planish.engines.planner.documents import read_profile
 from planish.engines.planner.gpus import Gpu, changed, find_gpus
 from planish.engines.planner.models import MoeModel, find_model
@@ -63,13 +63,6 @@ class Query:
     """GPU types of the baseline, which is the best colocated deployment on one of them."""
     baseline: BaselineName = "ideal"
     """Name of the baseline: `ideal` or `framework`."""
-
-    def deploy(
-        self, gpus: tuple[Gpu, Gpu], *, tp_a: int, tp_e: int, n_a: int, n_e: int
-    ) -> Deployment:
-        """Return a deployment; the first of `gpus` is for attention, the second for experts."""
-        shared = (self.model, self.workload, self.constants, self.profiles)
-        return Deployment(*shared, *gpus, tp_a=tp_a, tp_e=tp_e, n_a=n_a, n_e=n_e)
 
 
 def read_query(options: argparse.Namespace) -> Query:

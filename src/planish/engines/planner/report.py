@@ -61,7 +61,7 @@ def colocated(query: Query, name: BaselineName) -> list[ColocatedPlan]:
 
 
 def describe(query: Query, found: Search) -> dict[str, Any]:
-    """Return the document of a search that found a plan."""
+    """Return the document of a search that found a plan; a figure that is unknown is None."""
     best = found.plans[0]
     baseline = next((one for one in colocated(query, query.baseline) if one.form == "tp"), None)
     strongest = next(iter(colocated(query, "ideal")), None)
@@ -72,70 +72,56 @@ def describe(query: Query, found: Search) -> dict[str, Any]:
     # A plan is for the mean length; attention takes longer at the end of a response.
     load = query.workload
     at_end = replace(load, input_tokens=load.input_tokens + load.output_tokens / 2)
-    pair = (best.deployment.attention_gpu, best.deployment.expert_gpu)
-    last = replace(query, workload=at_end).deploy(pair, **best.deployment.sizes)
-    return {
+    last = replace(best.deployment, workload=at_end)
+    document = {
         "schema": "rollout-plan/1",
         **flat(best),
-        "model": asdict(query.model),
-        "workload": asdict(load),
-        "constants": asdict(query.constants),
-        "gpus": {gpu.name: asdict(gpu) for gpu in (*query.attention_gpus, *query.expert_gpus)},
+        "model": query.model,
+        "workload": load,
+        "constants": query.constants,
+        "gpus": {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)},
         "profiles": [
             {"stage": stage, "gpu": gpu, "tp": tp, **asdict(measured)}
             for (stage, gpu, tp), measured in query.profiles.items()
         ],
         "objective": query.objective,
         "total_at_last_token_s": last.total(best.b_a, best.m),
-        "slo_s": _known(query.space.slo_seconds),
+        "slo_s": query.space.slo_seconds,
         "resources": resources(best, load.redundancy),
-        "baseline": _side(baseline),
+        "baseline": baseline,
         "ratio": ratio,
-        "strongest_colocated": _side(strongest),
+        "strongest_colocated": strongest,
         "ratio_to_strongest": gain,
         "verdict": verdict(gain),
         "edge": found.edge,
-        "public_results": list(PUBLIC_RESULTS),
+        "public_results": PUBLIC_RESULTS,
         "sensitivity": sensitivity(query, best),
-        "rejected": dict(found.rejected),
+        "rejected": found.rejected,
         "num_evaluated": len(found.plans) + sum(found.rejected.values()),
         "all": [flat(one) for one in found.plans],
     }
-
-
-def _known(value: float) -> float | None:
     # JSON has no infinity and no NaN.
-    return value if math.isfinite(value) else None
+    text = json.dumps(document, default=asdict)
+    plain: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
+    return plain
 
 
 def flat(one: Plan) -> dict[str, Any]:
     """Return a plan in the form of the document."""
-    at, times = one.deployment, asdict(one.times)
+    at = one.deployment
     gpus = {"attention_gpu": at.attention_gpu.name, "expert_gpu": at.expert_gpu.name}
     return {
         "plan": {**gpus, **at.sizes, "m": one.m, "b_a": one.b_a},
         "batch": one.batch,
         "num_gpus": one.gpus,
-        "times_s": {
-            "attention": times["attention"],
-            "expert": times["experts"],
-            "network": times["network"],
-            "outside": times["outside"],
-            "total": one.total,
-        },
+        "times_s": {**asdict(one.times), "total": one.total},
         "tokens_per_s": one.tokens_per_second,
         "per_gpu": one.per_gpu,
-        "per_cost": _known(one.per_cost),
-        "per_watt": _known(one.per_watt),
+        "per_cost": one.per_cost,
+        "per_watt": one.per_watt,
         "limit": one.limit,
         "flags": one.flags(),
     }
-
-
-def _side(one: ColocatedPlan | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
-    return {**asdict(one), "per_cost": _known(one.per_cost), "per_watt": _known(one.per_watt)}
 
 
 def verdict(gain: float | None) -> str:
@@ -156,7 +142,7 @@ def resources(best: Plan, redundancy: float) -> dict[str, float]:
     read = best.m * model.attention_bytes(one.tp_a) + cached
     return {
         "attention_busy": times.attention * passes / best.total,
-        "experts_busy": times.experts * passes / best.total,
+        "experts_busy": times.expert * passes / best.total,
         "network_busy": times.network * passes / best.total,
         "experts_compute_utilisation": flops / one.expert_gpu.flops * passes / best.total,
         "experts_memory_rate_utilisation": (
@@ -241,7 +227,7 @@ def _plan_row(one: Plan) -> list[Any]:
         f"{at.n_e} x {at.tp_e}",
         one.m,
         one.b_a,
-        *(round(1e6 * seconds) for seconds in (times.attention, times.experts, times.network)),
+        *(round(1e6 * seconds) for seconds in (times.attention, times.expert, times.network)),
         *(round(1e3 * one.total, 1), round(one.per_gpu)),
         round(one.per_cost) if math.isfinite(one.per_cost) else "-",
         round(one.per_watt, 2) if math.isfinite(one.per_watt) else "-",

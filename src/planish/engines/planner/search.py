@@ -84,8 +84,8 @@ class Plan:
     def flags(self) -> dict[str, bool | float]:
         """Return the paper's conditions of full overlap, with their values."""
         times = self.times
-        slowest = max(times.attention, times.experts)
-        gap = abs(times.attention - times.experts) / slowest
+        slowest = max(times.attention, times.expert)
+        gap = abs(times.attention - times.expert) / slowest
         return {
             "imbalance": gap,
             "balanced": gap <= 0.25,
@@ -144,7 +144,18 @@ def search(query: Query) -> Search:
     found = Search([])
     for pair in itertools.product(query.attention_gpus, query.expert_gpus):
         for tp_a, tp_e, n_e in fitting_sizes(query, pair, nodes, found.rejected):
-            make = functools.partial(query.deploy, pair, tp_a=tp_a, tp_e=tp_e, n_e=n_e)
+            make = functools.partial(
+                Deployment,
+                model=query.model,
+                workload=query.workload,
+                constants=query.constants,
+                profiles=query.profiles,
+                attention_gpu=pair[0],
+                expert_gpu=pair[1],
+                tp_a=tp_a,
+                tp_e=tp_e,
+                n_e=n_e,
+            )
             try_replicas(make, query.space, query.objective, found)
 
     def rank(plan: Plan) -> tuple[float | str, ...]:
@@ -279,6 +290,6 @@ def plan(one: Deployment, m: int, space: Space) -> Plan | str:
     total = one.total(rows, m)
     larger = 1.25 * rows / one.total(1.25 * rows, m) * total / rows
     if space.batch or larger < WORTH:
-        stages = {"attention": times.attention, "experts": times.experts, "network": times.network}
+        stages = {"attention": times.attention, "experts": times.expert, "network": times.network}
         stop = max(stages, key=lambda name: stages[name])
     return Plan(one, m, rows, batch, times, total, stop)

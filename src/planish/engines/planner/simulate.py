@@ -91,10 +91,13 @@ class _Slot:
     """The requests of one micro-batch on one attention rank."""
 
     rank: int
-    lengths: list[int] = field(default_factory=list)
-    """Cached tokens of each request."""
-    ends: list[int] = field(default_factory=list)
-    """Cached tokens at the end of each response."""
+    requests: list[tuple[int, int]] = field(default_factory=list)
+    """Cached tokens of each request, now and at the end of its response."""
+
+    @property
+    def cached(self) -> int:
+        """Cached tokens of all requests."""
+        return sum(now for now, _ in self.requests)
 
 
 def run(
@@ -120,7 +123,7 @@ def run(
     alive = [True] * one.n_e
     while not outcome.failed:
         admit(slots, waiting, planned.plan.b_a, prompt_tokens)
-        active = [row for row in slots if any(slot.lengths for slot in row)]
+        active = [row for row in slots if any(slot.requests for slot in row)]
         if not active:
             break
         hot = [draw.randrange(sum(alive)) for _ in range(one.model.layers)]
@@ -142,8 +145,8 @@ def run(
         outcome.seconds = end
         for slot in (slot for row in slots for slot in row):
             if slot.rank in lost or outcome.failed:
-                made = sum(slot.lengths) - prompt_tokens * len(slot.lengths)
-                outcome.errors += len(slot.lengths)
+                made = slot.cached - prompt_tokens * len(slot.requests)
+                outcome.errors += len(slot.requests)
                 outcome.lost_tokens += made
                 outcome.tokens -= made
             else:
@@ -159,23 +162,19 @@ def admit(
 ) -> None:
     """Assign waiting requests to the slots with room, those with the fewest cached tokens first."""
     while waiting:
-        room = [slot for row in slots for slot in row if len(slot.lengths) < rows]
+        room = [slot for row in slots for slot in row if len(slot.requests) < rows]
         if not room:
             return
-        slot = min(room, key=lambda one: sum(one.lengths))
-        slot.lengths.append(prompt_tokens)
-        slot.ends.append(prompt_tokens + waiting.popleft())
+        slot = min(room, key=lambda one: one.cached)
+        slot.requests.append((prompt_tokens, prompt_tokens + waiting.popleft()))
 
 
 def step(slot: _Slot, outcome: SimulatedRun) -> None:
     """Add a token to each request of a slot."""
-    outcome.tokens += len(slot.lengths)
-    slot.lengths = [length + 1 for length in slot.lengths]
-    kept = [n for n, length in enumerate(slot.lengths) if length < slot.ends[n]]
-    if len(kept) < len(slot.lengths):
-        outcome.finished += len(slot.lengths) - len(kept)
-        slot.lengths = [slot.lengths[n] for n in kept]
-        slot.ends = [slot.ends[n] for n in kept]
+    kept = [(now + 1, end) for now, end in slot.requests if now + 1 < end]
+    outcome.tokens += len(slot.requests)
+    outcome.finished += len(slot.requests) - len(kept)
+    slot.requests = kept
 
 
 def work_of(
@@ -192,15 +191,15 @@ def work_of(
     """
     one = planned.deployment
     attention, dispatch, outside = ([0.0] * one.n_a for _ in range(3))
-    busy = [slot for slot in row if slot.lengths]
+    busy = [slot for slot in row if slot.requests]
     for slot in busy:
-        rows = len(slot.lengths)
+        rows = len(slot.requests)
         # Tokens beyond the length for which the stage was computed.
-        extra = sum(slot.lengths) - rows * planned.workload.length
+        extra = slot.cached - rows * planned.workload.length
         attention[slot.rank] = one.attention.seconds(rows) + extra * planned.cache_seconds
         dispatch[slot.rank] = one.network.seconds(rows)
         outside[slot.rank] = one.outside.seconds(rows)
-    total = sum(len(slot.lengths) for slot in busy)
+    total = sum(len(slot.requests) for slot in busy)
     living = [rank for rank, lives in enumerate(alive) if lives]
     mean = total * one.model.experts_per_token / len(living)
     busiest = min(imbalance, len(living))

@@ -9,6 +9,7 @@ import torch
 from planish.__main__ import main
 from planish.base.errors import ConfigError
 from planish.engines.planner.baseline import baselines, colocated
+from planish.engines.planner.deployment import Deployment
 from planish.engines.planner.documents import read_profile
 from planish.engines.planner.gpus import GPUS, changed, find_gpus
 from planish.engines.planner.models import MODELS, MoeModel, find_model, model_of
@@ -85,8 +86,16 @@ def test_dense_layers_and_logits_are_outside_of_the_pipeline():
 
 def test_messages_have_the_published_size():
     # 128 rows of Mixtral over 2 GPUs: 196,608 bytes from each GPU to each expert node.
-    query = Query(MIXTRAL, [], [], constants=FREE)
-    one = query.deploy((GPUS["a800"], GPUS["a800"]), tp_a=2, tp_e=1, n_a=1, n_e=8)
+    a800, sizes = GPUS["a800"], {"tp_a": 2, "tp_e": 1, "n_a": 1, "n_e": 8}
+    one = Deployment(
+        model=MIXTRAL,
+        workload=Workload(),
+        constants=FREE,
+        profiles={},
+        attention_gpu=a800,
+        expert_gpu=a800,
+        **sizes,
+    )
     assert 128 * one.network.attention_bytes / 8 == 196608
 
 

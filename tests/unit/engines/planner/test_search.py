@@ -52,7 +52,7 @@ def test_balance_and_the_default_are_as_good_as_trying_all_replicas(name, gpus):
     assert 0.9 * every.per_gpu <= balanced.per_gpu <= every.per_gpu
     assert found(name, *gpus).best.per_gpu >= 0.999 * every.per_gpu
     if gpus == ("a800", "a800"):
-        assert every.times.attention == pytest.approx(every.times.experts, rel=0.25)
+        assert every.times.attention == pytest.approx(every.times.expert, rel=0.25)
         assert every.flags()["balanced"]
 
 

@@ -32,6 +32,7 @@ from planish.stages.report.page import build_page
 from planish.stages.report.stage import as_summary
 from planish.verifiers import verify
 from planish.verifiers.verdict import failed, not_found, right, wrong
+from tests.unit.records import rules
 from tests.unit.records.samples import build_rollouts
 from tests.unit.tiny_run import TINY_MODEL, artifact, make_run, sums, tiny_model, write_data
 
@@ -426,7 +427,7 @@ def rollouts_of(lengths, num_samples, finish):
         answer=["7"] * len(lengths),
         verifier=["trace"] * len(lengths),
     )
-    found.validate()
+    rules.check(found)
     return found
 
 

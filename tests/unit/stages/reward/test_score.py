@@ -23,6 +23,7 @@ from planish.stages.reward.signal import groups_without_signal
 from planish.stages.reward.stage import run
 from planish.store.documents import write_json
 from planish.verifiers import Verdict
+from tests.unit.records import rules
 from tests.unit.records.samples import build_rollouts
 
 STOP, LENGTH, WINDOW, ABORT = FinishReason
@@ -52,7 +53,7 @@ def test_rewards_worked_by_hand():
         CONFIG,
     )
     rewards = done.rewards
-    rewards.validate()
+    rules.check(rewards)
     assert rewards.accuracy.tolist() == [1, 0, 0, 1]
     assert rewards.outcome.tolist() == [1, -1, -1, 1]
     assert rewards.length_penalty.tolist() == [0, -0.5, -1, -1]
@@ -103,7 +104,7 @@ def test_windows_of_a_group_are_kept_with_what_is_finished_of_it():
     )
     done = score(batch, UNIFORM)
     rewards = done.rewards
-    rewards.validate()
+    rules.check(rewards)
     assert rewards.keep.all()
     assert rewards.has_reward.tolist() == [False, False, True, True, False, True]
     # whatever the text of an unfinished response says, it is not judged
@@ -130,7 +131,7 @@ def test_hostile_responses_are_scored():
     texts = ["\ud800=7", "=" * 10**6, "\x00", "9" * 10**6 + "=7", "=\u0667"]
     done = score(rollouts([(t, 5, STOP) for t in texts]), CONFIG)
     assert done.rewards.accuracy.tolist() == [1, 0, 0, 1, 0]
-    done.rewards.validate()
+    rules.check(done.rewards)
 
 
 def test_more_than_one_percent_of_verifier_errors_fails_loudly():
@@ -182,7 +183,7 @@ def test_a_score_between_0_and_1_lies_between_wrong_and_right(tmp_path, monkeypa
     batch = rollouts([(text, 1, STOP) for text in texts], verifier=verifier)
     config = CONFIG.model_copy(update={"reward_correct": 2.0, "overlong_penalty_factor": 0.0})
     rewards = score(batch, config).rewards
-    rewards.validate()
+    rules.check(rewards)
     assert rewards.outcome.tolist() == [-1.0, -0.25, 0.5, 2.0]
     assert rewards.accuracy.tolist() == [0.0, 0.0, 0.0, 1.0]
 
@@ -219,7 +220,7 @@ def test_functions_add_their_weighted_scores_and_leave_accuracy_to_the_verifier(
     batch = rollouts([("=7", 5, STOP), ("7", 5, STOP), ("no", 5, STOP), ("x", 5, WINDOW)])
     extra = [f'{{"share": {share}}}' for share in (1.0, 0.5, 0.0, 1.0)]
     done = score(replace(batch, extra=extra), config)
-    done.rewards.validate()
+    rules.check(done.rewards)
     assert done.rewards.accuracy.tolist() == [1, 0, 0, 0]
     assert done.rewards.reward.tolist() == [1.25, -0.375, 0, 0]
     assert [json.loads(scores) for scores in done.rewards.scores] == [

@@ -11,6 +11,7 @@ from planish.records.io import write_set
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.rollout.carry import deal, place, read_carry, refill, settle
 from planish.stages.rollout.groups import Group, Slot, as_set, from_set, group_facts
+from tests.unit.records import rules
 
 
 def slot(sample, num_tokens=0, finish=FinishReason.WINDOW, start=0):
@@ -92,7 +93,7 @@ def test_rollouts_and_carry_share_out_the_responses(unfinished, given_rows, kept
 def test_groups_become_a_set_and_come_back():
     groups = [MIXED, group(9, slot(1, 5, start=3), drawn=4)]
     record = as_set(groups)
-    record.validate()
+    rules.check(record)
     facts = group_facts(groups)
     assert facts == {"ordinals": [7, 9], "drawn": [1, 4]}
     again = from_set(record, facts["ordinals"], facts["drawn"])

@@ -9,6 +9,7 @@ from planish.records import layout
 from planish.records.io import read_set
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.rollout.groups import Slot
+from tests.unit.records.samples import take_groups
 from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
 from tests.unit.stages.rollout.test_commits import Killed, kill_after
 
@@ -126,9 +127,9 @@ def test_surplus_groups_bring_their_experts_along(experts_run):
     _, metrics = run.call(state_pin=state, number=2)
     used = int(metrics["ds/surplus_used"])
     assert used > 0
-    made = read_set(RolloutSet, layout.rollouts(run.root, 2, 0)).take_groups(range(used))
+    made = take_groups(read_set(RolloutSet, layout.rollouts(run.root, 2, 0)), range(used))
     ordinals = np.argsort(run_ordinals(run))
-    assert made == surplus.take_groups(ordinals[:used])
+    assert made == take_groups(surplus, ordinals[:used])
 
 
 def run_ordinals(run):

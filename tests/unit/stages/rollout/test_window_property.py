@@ -36,6 +36,7 @@ from planish.stages.train.progress import Progress
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, row_keys, values_to_store
 from tests import thin
+from tests.unit.records import rules
 from tests.unit.records.samples import rows_of
 from tests.unit.stages.rollout.scripted_engine import (
     EOS,
@@ -274,7 +275,7 @@ class Simulation:
         for shard in range(num_shards):
             task = self.task(shard, num_shards)
             sampled = sample_windows(task, self.prompts)
-            sampled.rollouts.validate()
+            rules.check(sampled.rollouts)
             self.given.append((sampled.rollouts, sampled.attributes["ordinals"]))
             self.collect(sampled.rollouts, sampled.attributes)
             consumed += sampled.attributes["consumed"]

@@ -24,6 +24,7 @@ from planish.stages.train.wait import as_waiting, with_waiting
 from tests.integration.ckpt_forks import run_ranks
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.engines.tiny import family_policy, prompt
+from tests.unit.records import rules
 from tests.unit.records.samples import build_rollouts
 from tests.unit.stages.train import runs
 from tests.unit.stages.train.runs import TINY, rewards_for
@@ -90,7 +91,7 @@ def sample(pin, prefix=None):
 @pytest.fixture(scope="module")
 def rollouts(pin):
     made = sample(pin)
-    made.validate()
+    rules.check(made)
     return made
 
 

@@ -15,6 +15,7 @@ from planish.stages.train.progress import Progress
 from planish.stages.train.update import run_update
 from planish.stages.train.wait import as_waiting, plan_steps, pooled_parts, with_waiting
 from tests.unit.algorithms.batches import make_batch, ragged_mask
+from tests.unit.records import rules
 from tests.unit.records.samples import rows_of
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
 
@@ -163,7 +164,7 @@ def test_rows_survive_the_record_and_stand_before_others_of_any_width(width):
     left = TPPO.advantages(responses([True, True], [1.0, 0.5], length=4, width=6))
     left = left.updated(values=torch.rand(2, 6) * left.value_mask)
     stored = as_waiting(left)
-    stored.validate()
+    rules.check(stored)
     other = responses([True, False], width=width)
     joined = with_waiting(other, stored)
     assert len(joined) == 4
