@@ -128,7 +128,8 @@ def use_metadata(data):
     for tensor in range(len(meta.tensors)):
         assert (meta.shards.tensor[meta.shards_of(tensor)] == tensor).all()
     shards = meta.shards
-    cover_faults(meta.tensors.shapes, shards.tensor, shards.offsets, shards.lengths)
+    tensors = meta.tensors
+    cover_faults(tensors.shapes, shards.tensor, shards.offsets, shards.lengths, tensors.dims)
     assert metafile.encode(metafile.decode(metafile.encode(meta))) == metafile.encode(meta)
     assert pa.total_allocated_bytes() < MAX_BYTES
 

@@ -32,6 +32,5 @@ def load(place, state, framework, *, group=None, role="main", strict=True):
     opened = open_on_all(place, control)
     found = collect(role, state, framework, for_load=True, metadata=opened.metadata)
     info, small = load_state(opened, {role: found}, control, LoadOptions(strict=strict))
-    shared, own = small.shared.get(role, {}), small.own.get(role, {})
-    report = apply(role, state, framework, found, shared, own, small.loader.get(role))
+    report = apply(state, found, small.values.get(role, {}), small.loader.get(role))
     return report, info.facts

@@ -11,6 +11,7 @@ from tests.integration import ckpt_engine as engine
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import bits, fill_moments
 from tests.integration.megatron_model import Layout, build, forward
+from tests.unit.checkpoint.written import stored
 
 DEGREES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
 """Of 1, 2 and 4 those whose product is at most 8 ranks; the rest of the ranks are replicas."""
@@ -129,7 +130,7 @@ def scenario_padding(rank, size, folder):
 
 def whole_rows(place, kind, name):
     reader = SliceReader(open_state(place))
-    return torch.from_numpy(reader.read(reader.spec(name, kind=kind)).view("f4"))
+    return torch.from_numpy(reader.read(stored(reader, name, kind=kind)).view("f4"))
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.convert.diff import diff
-from planish.checkpoint.loading.verify import verify
+from planish.checkpoint.convert.diff import diff as diff
+from planish.checkpoint.loading.verify import verify as verify
 from planish.store import open_store
 
 if TYPE_CHECKING:
@@ -25,22 +25,6 @@ if TYPE_CHECKING:
     from planish.checkpoint.watch.monitor import CheckpointInfo
     from planish.records.refs import Ref
     from planish.store import Store
-
-__all__ = [
-    "delete",
-    "diff",
-    "export_dcp",
-    "export_hf",
-    "gc",
-    "import_dcp",
-    "info",
-    "latest",
-    "list_checkpoints",
-    "load",
-    "retain",
-    "save",
-    "verify",
-]
 
 State = Mapping[str, Any]
 Framework = str | Mapping[str, str]
@@ -139,17 +123,9 @@ def load(
             for name, (inner, kind) in roles.items()
         }
     loaded, extras = load_state(opened, collected, control, chosen)
-    for name, (inner, kind) in roles.items():
-        found = apply(
-            name,
-            inner,
-            kind,
-            collected[name],
-            extras.shared.get(name, {}),
-            extras.own.get(name, {}),
-            extras.loader.get(name),
-            loader_policy=loader_policy,
-        )
+    for name, (inner, _) in roles.items():
+        values, loader = extras.values.get(name, {}), extras.loader.get(name)
+        found = apply(inner, collected[name], values, loader, loader_policy=loader_policy)
         loaded.facts.update(found)
     return loaded
 
@@ -183,8 +159,10 @@ def retain(
     dry_run: bool = False,
 ) -> list[catalog.CatalogVerdict]:
     """Remove the checkpoints at and below `root` that no rule keeps; see `catalog.retain`."""
-    rules: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "pins": pins}
-    return catalog.retain(*open_store(root), **rules, dry_run=dry_run)
+    storage, key = open_store(root)
+    return catalog.retain(
+        storage, key, keep_last=keep_last, keep_every=keep_every, pins=pins, dry_run=dry_run
+    )
 
 
 def gc(

@@ -248,7 +248,7 @@ class CheckpointManager:
 
         def find() -> bytes:
             entries = catalog.list_checkpoints(*open_store(self.root))
-            pins = [f"{e.uri}#sha256={e.commit.meta_sha256}" for e in reversed(entries)]
+            pins = [entry.pin for entry in reversed(entries)]
             return json.dumps(pins).encode()
 
         listed: list[str] = json.loads(call.decide(find, "pins"))

@@ -26,6 +26,7 @@ from planish.base.errors import (
     UnexpectedKeys,
 )
 from planish.base.parallel import SINGLE, Ranks
+from planish.checkpoint.format.strict_json import Fields, Values
 from planish.checkpoint.pinned import read_pinned
 from planish.checkpoint.ranks.control import Control as Control
 from planish.checkpoint.ranks.control import control_of
@@ -54,7 +55,7 @@ PARTS: dict[str, tuple[str, str]] = {
 KINDS: dict[str, str] = {"model": "model", "optimizer": "optim", "random": "extra"}
 """Part of a role -> kind of its tensors in a checkpoint."""
 
-State = Mapping[str, Any]
+State = Values
 """Part, of `PARTS` -> name -> this rank's tensor, in any form of the framework (`api.save`); and
 `extra` as JSON. Every framework uses the names of transformers, so that a trainer loads the states
 of any other."""
@@ -63,7 +64,7 @@ of any other."""
 class HeldState(NamedTuple):
     """Train state in the memory of a trainer."""
 
-    parts: dict[str, Mapping[str, Any]]
+    parts: dict[str, Values]
     framework: str
     """Framework of the tensors, as for `api.save`: how they are spread over ranks."""
 
@@ -83,7 +84,7 @@ def save(
     state: State,
     *,
     parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
+    attributes: Values,
     framework: str = "plain",
     ranks: Ranks = SINGLE,
 ) -> Ref:
@@ -115,7 +116,7 @@ def begin_save(
     state: State,
     *,
     parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
+    attributes: Values,
     framework: str,
     ranks: Ranks,
     pace_seconds: float | None = None,
@@ -191,7 +192,7 @@ def load(
     framework: str = "plain",
     ranks: Ranks = SINGLE,
     strict: bool = True,
-) -> dict[str, Any]:
+) -> Fields:
     """Fill the tensors of `state` in place from a state that any number of ranks saved.
 
     Args:
@@ -227,13 +228,13 @@ def load(
     api.load(place, roles, framework, parts=tuple(dict.fromkeys(chosen)))
     ranks.barrier()
     # A load of the policy also fills `extra`; a load of the critic alone does not.
-    extra: dict[str, Any] | None = roles.get(POLICY, {}).get("extra")
+    extra: Fields | None = roles.get(POLICY, {}).get("extra")
     return read_state_info(pin) if extra is None else extra
 
 
-def by_role(state: State) -> dict[str, dict[str, Any]]:
+def by_role(state: State) -> dict[str, Fields]:
     """Return the parts of a state by role, as `api.save` takes them."""
-    roles: dict[str, dict[str, Any]] = {}
+    roles: dict[str, Fields] = {}
     for part, (role, name) in PARTS.items():
         if part in state:
             roles.setdefault(role, {})[name] = state[part]
@@ -294,20 +295,16 @@ def latest(root: str) -> Ref | None:
     return None
 
 
-def read_state_info(pin: str) -> dict[str, Any]:
+def read_state_info(pin: str) -> Fields:
     """Return the JSON part of a state without touching its tensors, and without torch.
 
     It has `step`, `policy_version`, `data` (prompt cursor) and the trainer's counters. Errors as
     `read_record`.
     """
-    from planish.checkpoint.format.small_objects import decode_extra
-    from planish.checkpoint.loading.extras import names_of
+    from planish.checkpoint.loading.extras import read_shared
     from planish.checkpoint.loading.reader import BlockReader
 
-    opened = open_checkpoint(pin)
-    key = names_of(opened.metadata.objects, POLICY).shared
-    shared = decode_extra(BlockReader(opened).read_file(key), file=key) if key else {}
-    value = shared.get("extra") if isinstance(shared, dict) else None
+    value = read_shared(BlockReader(open_checkpoint(pin)), POLICY).get("extra")
     if not isinstance(value, dict):
         raise CheckpointCorrupt(
             f"the extra part of `{pin}` must be a JSON object, got {type(value).__name__}"
@@ -327,7 +324,7 @@ def export_policy(
     *,
     policy_pin: str,
     parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
+    attributes: Values,
     call: Control | None = None,
 ) -> Ref:
     """Write the policy of a train state as a folder that engines load; see `export_hf.export`.

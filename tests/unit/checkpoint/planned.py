@@ -9,6 +9,7 @@ import numpy as np
 
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
+from planish.checkpoint.plan.files import RankPlan
 from planish.checkpoint.plan.reads import Pieces, RankPart, assemble
 
 DTYPES = ("F64", "F32", "BF16", "U8", "C128")
@@ -73,7 +74,7 @@ def write(world: World, plan) -> dict[str, bytes]:
     """Carry out a save plan; every byte of a file must be written exactly once."""
     files = {}
     for rank, items in enumerate(world.items):
-        for file in plan.rank(rank).files:
+        for file in RankPlan.decode(plan.wire(rank), Columns.from_items(items)).files:
             data = bytearray(file.header)
             rows = zip(file.items, file.starts, file.stops, file.offsets, strict=True)
             for item, start, stop, offset in rows:

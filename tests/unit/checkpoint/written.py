@@ -10,6 +10,7 @@ from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, Tens
 from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.format.small_objects import encode_extra
 from planish.checkpoint.loading.fill import RAW
+from planish.checkpoint.plan.files import RankPlan
 from planish.checkpoint.plan.save import plan_save
 from planish.store import open_store
 
@@ -40,6 +41,12 @@ def tiny_model(*, layers=2, hidden=8, vocab=13, dtype="F32", seed=0, role="main"
     return found
 
 
+def stored(reader, fqn, *, kind="model", role="main"):
+    """Return a tensor of the checkpoint of a `SliceReader` by name."""
+    metadata = reader.opened.metadata
+    return metadata.tensors.spec(metadata.tensor_ids[role, kind, fqn])
+
+
 def write_checkpoint(uri, tensors, boxes_of=None, *, num_ranks=1, step=7, header=None, extra=True):
     """Commit `tensors` as ranks would that hold `boxes_of(spec, rank)`; return its pin."""
     boxes_of = boxes_of or (lambda spec, rank: (whole(spec.shape),))
@@ -47,12 +54,13 @@ def write_checkpoint(uri, tensors, boxes_of=None, *, num_ranks=1, step=7, header
         [LocalItem(spec, tuple(boxes_of(spec, rank))) for spec in tensors]
         for rank in range(num_ranks)
     ]
-    plan = plan_save([Columns.from_items(some) for some in items])
+    columns = [Columns.from_items(some) for some in items]
+    plan = plan_save(columns)
     blobs = []
     for rank in range(num_ranks):
         rows = [np.concatenate([_cut(tensors[i.tensor], b) for b in i.boxes] or [_nothing()])
                 for i in items[rank]]  # fmt: skip
-        for file in plan.rank(rank).files:
+        for file in RankPlan.decode(plan.wire(rank), columns[rank]).files:
             entries = zip(file.items, file.starts, file.stops, strict=True)
             blobs.append((file.key, file.header + b"".join(
                 rows[i].tobytes()[a:b] for i, a, b in entries)))  # fmt: skip

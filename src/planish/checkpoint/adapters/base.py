@@ -25,8 +25,9 @@ from planish.checkpoint.adapters.placement import place, restore, unpacked
 from planish.checkpoint.format.items import PARTS as LOADED
 from planish.checkpoint.format.items import Collected
 from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.strict_json import Fields, Values
 
-FRAMEWORKS: dict[str, Callable[[Gathering, Mapping[str, Any]], None]] = {
+FRAMEWORKS: dict[str, Callable[[Gathering, Values], None]] = {
     **dict.fromkeys(("plain", "ddp", "fsdp2", "flat"), models.gather_tensors),
     "megatron": megatron.gather_tensors,
 }
@@ -40,8 +41,8 @@ Framework = str | Mapping[str, str]
 
 
 def split_roles(
-    state: Mapping[str, Any], framework: Framework, role: str | None = None
-) -> dict[str, tuple[Mapping[str, Any], str]]:
+    state: Values, framework: Framework, role: str | None = None
+) -> dict[str, tuple[Values, str]]:
     """Return role -> (its state, its framework); `ValueError` for unknown parts or frameworks.
 
     A state has several roles if none of its keys is a part; else its only role is `role` or `main`.
@@ -75,7 +76,7 @@ def _framework_of(role: str, framework: Framework) -> str:
 
 
 def collect_roles(
-    state: Mapping[str, Any], framework: Framework, role: str | None = None
+    state: Values, framework: Framework, role: str | None = None
 ) -> dict[str, Collected]:
     """Return role -> its tensors and small values on this rank, for a save; see `collect`."""
     return {
@@ -86,7 +87,7 @@ def collect_roles(
 
 def collect(
     role: str,
-    state: Mapping[str, Any],
+    state: Values,
     framework: str,
     *,
     for_load: bool,
@@ -108,7 +109,6 @@ def collect(
         ValueError: names are ambiguous, or a parameter of an optimizer has none.
         LayoutMismatch: a shard is not a box.
     """
-    split_roles(state, framework, role)
     gathering = Gathering(
         role, framework, for_load=for_load, metadata=metadata, rename=map_fqn, parts=parts
     )
@@ -121,22 +121,20 @@ def collect(
     return gathering.result
 
 
-def _gather_values(gathering: Gathering, state: Mapping[str, Any]) -> None:
+def _gather_values(gathering: Gathering, state: Values) -> None:
     """Collect scheduler and extra, which are equal on all ranks."""
     for part in ("scheduler", "extra"):
         value = state.get(part)
         if value is not None and not gathering.for_load:
             gathering.result.shared[part] = unpacked(value)
 
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        if state.get("scheduler") is not None and "scheduler" in shared:
-            restore(state["scheduler"], shared["scheduler"])
-        if "extra" in shared:
-            target = state.get("extra")
-            if target is None and isinstance(state, MutableMapping):
-                target = state["extra"] = {}
-            if target is not None:
-                restore(target, shared["extra"])
+    def finish(values: Values) -> None:
+        is_absent = "extra" in values and state.get("extra") is None
+        if is_absent and isinstance(state, MutableMapping):
+            state["extra"] = {}
+        for part in ("scheduler", "extra"):
+            if state.get(part) is not None and part in values:
+                restore(state[part], values[part])
 
     gathering.after(finish)
 
@@ -148,8 +146,8 @@ def _gather_random(gathering: Gathering, value: Any) -> None:
             gathering.result.own["random"] = value.capture()
         report = gathering.result.report
 
-        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-            report["rng"] = value.restore(own.get("random", {}))
+        def finish(values: Values) -> None:
+            report["rng"] = value.restore(values.get("random", {}))
 
         gathering.after(finish)
         return
@@ -187,12 +185,9 @@ def _loader_of(loader: Any, *, for_load: bool) -> LoaderState:
 
 
 def apply(
-    role: str,
-    state: Mapping[str, Any],
-    framework: str,
+    state: Values,
     collected: Collected,
-    shared: Mapping[str, Any],
-    own: Mapping[str, Any],
+    values: Values,
     loader: LoaderState | None = None,
     *,
     loader_policy: str = "exact",
@@ -201,15 +196,14 @@ def apply(
 
     Args:
         collected: result of `collect(..., for_load=True)`, with filled items.
-        shared: small values of the role.
-        own: small values that the rank of the same number saved; {} if there was none.
+        values: small values of the role, and those that the rank of the same number saved.
         loader: saved loader state of all ranks; None if there is none.
 
     Returns:
         `rng`: exact or reseeded; `loader`: exact, resharded or restarted; if the state has them.
     """
     for finish in collected.finish:
-        finish(shared, own)
+        finish(values)
     report = dict(collected.report)
     wanted = collected.loader
     if loader is None or wanted is None:
@@ -241,10 +235,10 @@ class RandomStreams:
     outcome: str = "absent"
     """Outcome of the last load: `exact`, `reseeded`, or `absent` before any."""
 
-    def capture(self) -> dict[str, Any]:
+    def capture(self) -> Fields:
         """Return the state of every generator, with coordinate and layout of this rank."""
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        streams: dict[str, Any] = {
+        streams: Fields = {
             "python": random.getstate(),
             "numpy": (kind, np.asarray(keys), int(position), int(has_gauss), float(cached)),
             "torch": torch.get_rng_state(),
@@ -257,7 +251,7 @@ class RandomStreams:
             "streams": streams,
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> str:
+    def restore(self, saved: Values) -> str:
         """Set the generators to the saved states, or reseed them; return `exact` or `reseeded`.
 
         `exact` needs the saved layout and coordinate, and the same kinds of generators.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from planish.checkpoint.adapters.placement import Placed, check_not_expanded, name_of
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import PARTS, Collected, Finish, LocalItem, TensorSpec
+from planish.checkpoint.format.items import PARTS, Collected, Finish, LocalItem, TensorSpec, renamed
 from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.strict_json import Values
 
 OPTIMIZER = "optimizer"
 """Part of a state, and key of its small values."""
@@ -34,33 +36,31 @@ class Stored:
         known = isinstance(aliases, Mapping) and rename is None
         self.aliases: dict[str, str] = dict(aliases) if known else {}
         """Further name of a tied tensor -> its stored name."""
-        self._states: dict[str, list[str]] | None = None
-        """Stored name of a parameter -> keys of its optimizer state; None before the first use."""
 
     def find(self, kind: str, fqn: str) -> TensorSpec | None:
         """Return the stored tensor for a name in the state, None if there is none."""
         if self._metadata is None:
             return None
-        if kind == "optim":
-            parameter, dot, state = fqn.rpartition(".")
-            fqn = f"{self.name_of(parameter)}{dot}{state}"
-        elif kind == "model":
-            fqn = self.name_of(fqn)
-        row = self._metadata.tensor_ids.get((self._role, kind, fqn))
+        key = self._role, kind, renamed(kind, fqn, self._rename)
+        row = self._metadata.tensor_ids.get(key)
         return None if row is None else self._metadata.tensors.spec(row)
 
     def name_of(self, fqn: str) -> str:
         """Return the stored name of a parameter or buffer."""
-        return fqn if self._rename is None else self._rename(fqn)
+        return renamed("model", fqn, self._rename)
 
     def states_of(self, fqn: str) -> list[str]:
         """Return the keys of a parameter's stored optimizer state."""
-        if self._states is None:
-            self._states = {}
-            for name in self.names.get("optim", []):
-                parameter, _, key = name.rpartition(".")
-                self._states.setdefault(parameter, []).append(key)
         return self._states.get(self.name_of(fqn), [])
+
+    @functools.cached_property
+    def _states(self) -> dict[str, list[str]]:
+        """Stored name of a parameter -> keys of its optimizer state."""
+        found = defaultdict[str, list[str]](list)
+        for name in self.names.get("optim", []):
+            parameter, _, key = name.rpartition(".")
+            found[parameter].append(key)
+        return found
 
     @functools.cached_property
     def names(self) -> dict[str, list[str]]:
@@ -110,19 +110,18 @@ class Gathering:
             # The tensor is a lazy view: torch has not applied the conjugation or the sign yet.
             data = target.resolve_conj().resolve_neg()
 
-            def put(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+            def put(values: Values) -> None:
                 target.copy_(data)
 
             self.after(put)
-        spec = TensorSpec(self.role, kind, fqn, name_of(data.dtype, fqn), placed.shape)
-        self._items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
+        self.add_alias(kind, fqn, placed._replace(data=data))
 
     def add_alias(self, kind: str, fqn: str, placed: Placed) -> None:
         """Add a destination for a stored tensor that another item may load, too."""
         if kind not in self.parts:
             return
         spec = TensorSpec(self.role, kind, fqn, name_of(placed.data.dtype, fqn), placed.shape)
-        self._items.append(LocalItem(spec, placed.boxes, placed.data))
+        self._items.append(LocalItem(spec, placed.boxes, placed.data if placed.boxes else None))
 
     def after(self, finish: Finish, part: str = "") -> None:
         """Register a function for the end of a load of the part; ignore it for a save."""

@@ -11,11 +11,13 @@ split and merged); readers, uneven numbers of ranks and the rule for cursors are
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from planish.base.errors import CheckpointCorrupt, LayoutMismatch
+from planish.checkpoint.format.strict_json import Fields, are_counts
 
 CONSUMED = "consumed"
 """Key in `LoaderState.common` of the consumed sets by source."""
@@ -30,13 +32,13 @@ class Loader(Protocol):
     num_readers: int
     """Number of readers (worker processes) per data-parallel rank."""
 
-    def ckpt_common(self) -> dict[str, Any]:
+    def ckpt_common(self) -> Fields:
         """Return the values that all ranks share: sources, sampling ratios, seed, `consumed`."""
 
     def ckpt_shards(self) -> list[LoaderShard]:
         """Return the state of this rank's readers."""
 
-    def ckpt_restore(self, common: dict[str, Any], shards: list[LoaderShard]) -> None:
+    def ckpt_restore(self, common: Fields, shards: list[LoaderShard]) -> None:
         """Continue from this state; `shards` are those of this rank's readers."""
 
 
@@ -53,22 +55,19 @@ class Consumed:
         """Return whether an index has been taken."""
         return index < self.count or index in self.ahead
 
-    def to_data(self) -> dict[str, Any]:
+    def to_data(self) -> Fields:
         """Return the plain values that `from_data` reads."""
         return {"count": self.count, "ahead": list(self.ahead)}
 
     @classmethod
     def from_data(cls, raw: object) -> Consumed:
         """Undo `to_data`; raises `CheckpointCorrupt` if `raw` is not a consumed set."""
-        if isinstance(raw, Mapping) and {"count", "ahead"} <= set(raw):
-            count, ahead = raw["count"], raw["ahead"]
-            if isinstance(ahead, (list, tuple)):
-                numbers = [count, *ahead]
-                rising = all(type(n) is int and n >= 0 for n in numbers) and all(
-                    a < b for a, b in itertools.pairwise(numbers)
-                )
-                if rising:
-                    return cls(count, tuple(ahead))
+        fields: Any = raw if isinstance(raw, Mapping) else {}
+        count, ahead = fields.get("count"), fields.get("ahead")
+        if isinstance(ahead, (list, tuple)):
+            numbers = [count, *ahead]
+            if are_counts(numbers) and all(map(operator.lt, numbers, ahead)):
+                return cls(numbers[0], tuple(ahead))
         raise CheckpointCorrupt(
             "a consumed set must be {count, ahead} with `ahead` rising above `count`, got "
             f"{str(raw)[:200]}; load an earlier checkpoint"
@@ -132,7 +131,7 @@ class LoaderShard:
     num_samples: int = -1
     """Length of a `buffer` that has not been read; -1 if `buffer` is complete."""
 
-    def index(self) -> dict[str, Any]:
+    def index(self) -> Fields:
         """Return the fields that the metadata list: all except samples and opaque state."""
         return {
             "dp_rank": self.dp_rank,
@@ -142,47 +141,41 @@ class LoaderShard:
             "num_samples": len(self.buffer) if self.num_samples < 0 else self.num_samples,
         }
 
-    def to_data(self) -> dict[str, Any]:
+    def to_data(self) -> Fields:
         """Return the values that `from_data` reads, with the samples unchanged."""
         return {**self.index(), "buffer": list(self.buffer), "opaque": self.opaque}
 
     @classmethod
     def from_data(cls, raw: object) -> LoaderShard:
         """Undo `to_data`, or `index` if `raw` has no `buffer`; raises `CheckpointCorrupt`."""
-        if isinstance(raw, Mapping):
-            numbers = [raw.get("dp_rank"), raw.get("reader"), raw.get("num_samples")]
-            cursor = raw.get("cursor")
-            if isinstance(cursor, Mapping) and all(type(n) is int for n in numbers):
-                numbers += list(cursor.values())
-                names = all(isinstance(source, str) for source in cursor)
-                if names and all(type(n) is int and n >= 0 for n in numbers):
-                    return cls._of(raw, dict(cursor))
-        raise CheckpointCorrupt(
-            "a loader shard must be {dp_rank, reader, order_key, cursor, num_samples, buffer}, "
-            f"got {str(raw)[:200]}; load an earlier checkpoint"
-        )
-
-    @classmethod
-    def _of(cls, raw: Mapping[str, Any], cursor: dict[str, int]) -> LoaderShard:
-        order = raw.get("order_key", 0)
-        order = tuple(order) if isinstance(order, list) else order  # as JSON gives it back
-        shard = cls(raw["dp_rank"], raw["reader"], order, cursor=cursor)
-        if "buffer" not in raw:
-            return replace(shard, num_samples=raw["num_samples"])
-        buffer = raw["buffer"]
-        if not isinstance(buffer, list) or len(buffer) != raw["num_samples"]:
+        fields: Any = raw if isinstance(raw, Mapping) else {}
+        cursor = fields.get("cursor")
+        dp_rank, reader, num_samples = map(fields.get, ("dp_rank", "reader", "num_samples"))
+        is_shard = isinstance(cursor, Mapping) and all(isinstance(name, str) for name in cursor)
+        if not is_shard or not are_counts([dp_rank, reader, num_samples, *cursor.values()]):
             raise CheckpointCorrupt(
-                f"loader shard {raw['dp_rank']}-{raw['reader']} must hold {raw['num_samples']} "
+                "a loader shard must be {dp_rank, reader, order_key, cursor, num_samples, buffer}, "
+                f"got {str(raw)[:200]}; load an earlier checkpoint"
+            )
+        order = fields.get("order_key", 0)
+        order = tuple(order) if isinstance(order, list) else order  # as JSON gives it back
+        shard = cls(dp_rank, reader, order, cursor=dict(cursor), num_samples=num_samples)
+        if "buffer" not in fields:
+            return shard
+        buffer = fields["buffer"]
+        if not isinstance(buffer, list) or len(buffer) != num_samples:
+            raise CheckpointCorrupt(
+                f"loader shard {dp_rank}-{reader} must hold {num_samples} "
                 "samples, got another number; load an earlier checkpoint"
             )
-        return replace(shard, buffer=list(buffer), opaque=raw.get("opaque"))
+        return replace(shard, buffer=list(buffer), opaque=fields.get("opaque"), num_samples=-1)
 
 
 @dataclass
 class LoaderState:
     """Loader state of one rank (save), of all ranks (as read) or wanted by one rank (load)."""
 
-    common: dict[str, Any] = field(default_factory=dict)
+    common: Fields = field(default_factory=dict)
     """Values that all ranks share; `consumed` maps a source to its set at the last restore."""
     shards: list[LoaderShard] = field(default_factory=list)
     """Save: shards of this rank, [] unless its index is 0 on every axis but dp. Read: all."""
@@ -191,30 +184,25 @@ class LoaderState:
     """Number of data-parallel ranks: of the saved shards, or (load) of the wanted layout."""
     num_readers: int = 1
 
-    def common_data(self) -> dict[str, Any]:
+    def common_data(self) -> Fields:
         """Return the part that all ranks share; each role stores it as one object."""
         return {"common": self.common, "dp_size": self.dp_size, "num_readers": self.num_readers}
 
     @classmethod
     def from_data(cls, common: object, shards: Iterable[object]) -> LoaderState:
         """Build the state from `common_data()` and shards, which may lack their `buffer`."""
-        good = isinstance(common, Mapping) and isinstance(common.get("common"), Mapping)
-        sizes = [common.get("dp_size"), common.get("num_readers")] if good else []  # type: ignore[attr-defined]
-        if not good or not all(type(n) is int and n > 0 for n in sizes):
+        fields: Any = common if isinstance(common, Mapping) else {}
+        values, sizes = fields.get("common"), [fields.get("dp_size"), fields.get("num_readers")]
+        if not isinstance(values, Mapping) or not are_counts(sizes) or not all(sizes):
             raise CheckpointCorrupt(
                 "the common loader state must be {common, dp_size, num_readers}, got "
                 f"{str(common)[:200]}; load an earlier checkpoint"
             )
-        record: Any = common
-        state = cls(
-            dict(record["common"]),
-            sorted(
-                (LoaderShard.from_data(raw) for raw in shards),
-                key=lambda shard: (shard.dp_rank, shard.reader, shard.order_key),
-            ),
-            dp_size=record["dp_size"],
-            num_readers=record["num_readers"],
+        read = sorted(
+            map(LoaderShard.from_data, shards),
+            key=lambda shard: (shard.dp_rank, shard.reader, shard.order_key),
         )
+        state = cls(dict(values), read, 0, *sizes)
         seen = {(shard.dp_rank, shard.reader) for shard in state.shards}
         full = set(itertools.product(range(state.dp_size), range(state.num_readers)))
         if state.shards and seen != full:
@@ -283,7 +271,7 @@ def reshard(saved: LoaderState, wanted: LoaderState, *, policy: str = "exact") -
     return replace(wanted, common=common, shards=shards)
 
 
-def _merged(saved: LoaderState) -> tuple[dict[str, Any], dict[str, Consumed]]:
+def _merged(saved: LoaderState) -> tuple[Fields, dict[str, Consumed]]:
     """Return the updated common part, and the consumed set of each source."""
     before = saved.common.get(CONSUMED, {})
     names = sorted({*before, *(source for shard in saved.shards for source in shard.cursor)})

@@ -20,15 +20,23 @@ from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering, unite
 from planish.checkpoint.adapters.models import gather_rest
 from planish.checkpoint.adapters.optimizer import ParameterSite, gather_stacked
-from planish.checkpoint.adapters.placement import Placed, check_dense, name_of_path, place
-from planish.checkpoint.format.geometry import Box, intersect, shift, whole
+from planish.checkpoint.adapters.placement import (
+    Leaf,
+    Path,
+    Placed,
+    check_dense,
+    name_of_path,
+    place,
+)
+from planish.checkpoint.format.geometry import Box, Sides, intersect, shift, whole
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
+from planish.checkpoint.format.strict_json import Values
 
 MAX_OBJECT_BYTES = 64 << 20
 """Largest sharded object that a load reads."""
 
 
-def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
+def gather_tensors(gathering: Gathering, state: Values) -> None:
     """Collect a role whose model is Megatron's."""
     sites: dict[int, ParameterSite] = {}
     model = state.get("model")
@@ -56,11 +64,11 @@ def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
         gather_stacked(
             gathering,
             [_torch_optimizer(inner) for inner in chained],
-            lambda parameter: sites.get(id(parameter)),
+            sites,
         )
 
 
-def _entries_of(chunk: Any) -> tuple[Any, Iterator[tuple[tuple[Any, ...], Any]]]:
+def _entries_of(chunk: Any) -> tuple[Any, Iterator[Leaf]]:
     """Return the module (None for a state dict) and the leaves of its sharded state dict."""
     if chunk is None:
         return None, iter(())
@@ -77,7 +85,7 @@ def _entries_of(chunk: Any) -> tuple[Any, Iterator[tuple[tuple[Any, ...], Any]]]
     return chunk, _flat(chunk.sharded_state_dict())
 
 
-def _flat(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _flat(value: Any, path: Path = ()) -> Iterator[Leaf]:
     """Yield paths and leaves of a sharded state dict; lists may contain entries, like dicts."""
     if isinstance(value, Mapping):
         for key, child in value.items():
@@ -109,20 +117,23 @@ class MegatronSite:
     @property
     def fqn(self) -> str:
         """Name of the parameter's first sharded tensor."""
-        return str(self._built(self.entry.data)[0].key)
+        return str(self._first.key)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Sides:
         """Global shape of that tensor."""
-        return tuple(self._built(self.entry.data)[0].global_shape)
+        return tuple(self._first.global_shape)
 
     @property
-    def scalar_shape(self) -> tuple[int, ...]:
+    def scalar_shape(self) -> Sides:
         """Shape of one number for each stacked layer."""
-        first = self._built(self.entry.data)[0]
-        return tuple(first.global_shape[: first.prepend_axis_num])
+        return tuple(self._first.global_shape[: self._first.prepend_axis_num])
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
+    @property
+    def _first(self) -> Any:
+        return self._built(self.entry.data)[0]
+
+    def fits(self, shape: Sides) -> bool:
         """Return whether the shape in the checkpoint is that of the tensor, or may differ by
         padding.
         """
@@ -173,7 +184,7 @@ class MegatronSite:
             return placed
         placed, outside = _clipped(placed, stored.shape)
 
-        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        def finish(values: Values) -> None:
             for rest in outside:
                 rest.zero_()
 
@@ -196,7 +207,7 @@ class MegatronSite:
             return
         structure = replace(self.entry, data=value).build()
 
-        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        def finish(values: Values) -> None:
             data = iter([part.data for part in built])
             merged = self.entry.merge_fn(_mapped(structure, lambda _: next(data)))
             value.detach().copy_(merged)
@@ -212,7 +223,7 @@ def _mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
     return change(structure)
 
 
-def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tensor]]:
+def _clipped(placed: Placed, stored: Sides) -> tuple[Placed, list[Tensor]]:
     """Return the part of a value inside the checkpoint's shape, and the tensors for what lies
     outside.
     """
@@ -231,7 +242,7 @@ def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tens
     return Placed(stored, (inside,), kept), outside
 
 
-def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any) -> None:
+def _gather_object(gathering: Gathering, module: Any, path: Path, entry: Any) -> None:
     """Collect a sharded object as bytes; an object without data is not saved."""
     place_of = ".".join(map(str, entry.global_offset))
     form = ".".join(map(str, entry.global_shape))
@@ -265,7 +276,7 @@ def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], ent
     target = torch.empty(spec.shape, dtype=torch.uint8)
     gathering.add("extra", name, place(name, target))
 
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def finish(values: Values) -> None:
         record = decode_extra(target.numpy().tobytes())
         value = io.BytesIO(record["bytesio"]) if "bytesio" in record else record["value"]
         entry.data = value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import OPTIMIZER, Gathering, torch_optimizers
 from planish.checkpoint.adapters.optimizer import (
-    ParameterSite,
     PlainSite,
     Sites,
     gather_groups,
@@ -26,19 +26,20 @@ from planish.checkpoint.adapters.optimizer import (
 )
 from planish.checkpoint.adapters.placement import (
     FlatShard,
+    Leaf,
     leaves,
     name_of_path,
     place,
     put,
     restore,
 )
-from planish.checkpoint.format.items import Finish
 from planish.checkpoint.format.small_objects import encode_extra
+from planish.checkpoint.format.strict_json import Fields, Values
 
 
-def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
+def gather_tensors(gathering: Gathering, state: Values) -> None:
     """Collect the tensors of a model and its optimizer."""
-    sites = sites_of(NamedTensors())
+    sites: Sites = {}
     if state.get("model") is not None:
         sites = gather_model(gathering, state["model"])
     if state.get("optimizer") is not None:
@@ -55,7 +56,7 @@ def gather_model(gathering: Gathering, model: Any) -> Sites:
         # `keep_vars` returns the parameters themselves, which are the keys of optimizer states.
         held = model.state_dict(keep_vars=True) if is_module else model.state_dict()
         sites = gather_mapping(gathering, "model", held)
-        gathering.after(lambda shared, own: model.load_state_dict(held))
+        gathering.after(lambda values: model.load_state_dict(held))
         return sites
     return gather_mapping(gathering, "model", model)
 
@@ -70,7 +71,7 @@ def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
             gathering.add("model", name, placed)
     gather_ties(gathering, named)
     gather_extra_state(gathering, named.extra)
-    return sites_of(named)
+    return named.sites
 
 
 def gather_ties(gathering: Gathering, named: NamedTensors) -> None:
@@ -83,23 +84,20 @@ def gather_ties(gathering: Gathering, named: NamedTensors) -> None:
         tensor = named.alias_tensors[alias]
         second = torch.empty_like(tensor, requires_grad=False)
         gathering.add("model", alias, place(alias, second))
-        gathering.after(_comparison(alias, name, second, named.tensors[name]))
+        gathering.after(partial(_refuse_unequal, alias, name, second, named.tensors[name]))
 
 
-def _comparison(alias: str, name: str, second: Tensor, first: Tensor) -> Finish:
-    def bits(tensor: Tensor) -> Tensor:
-        return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1)
-
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        # Each rank compares its own shards: together they cover all elements, without messages.
-        ours, theirs = place(name, first).data, place(alias, second).data
-        if not torch.equal(bits(ours), bits(theirs)):
-            raise LayoutMismatch(
-                f"`{alias}` and `{name}` must be stored with equal values as they are tied here, "
-                "got different ones; load into a model whose weights are not tied"
-            )
-
-    return finish
+def _refuse_unequal(alias: str, name: str, second: Tensor, first: Tensor, _: Values) -> None:
+    # Each rank compares its own shards: together they cover all elements, without messages.
+    ours, theirs = (
+        tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1)
+        for tensor in (place(name, first).data, place(alias, second).data)
+    )
+    if not torch.equal(ours, theirs):
+        raise LayoutMismatch(
+            f"`{alias}` and `{name}` must be stored with equal values as they are tied here, "
+            "got different ones; load into a model whose weights are not tied"
+        )
 
 
 def gather_extra_state(gathering: Gathering, modules: Mapping[str, nn.Module]) -> None:
@@ -110,24 +108,13 @@ def gather_extra_state(gathering: Gathering, modules: Mapping[str, nn.Module]) -
         values = {name: module.get_extra_state() for name, module in modules.items()}
         gathering.share("model", extra_state=values)
 
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        saved = shared.get("model", {}).get("extra_state", {})
+    def finish(values: Values) -> None:
+        saved = values.get("model", {}).get("extra_state", {})
         for name, module in modules.items():
             if name in saved:
                 module.set_extra_state(saved[name])
 
     gathering.after(finish)
-
-
-def sites_of(named: NamedTensors) -> Sites:
-    """Return the sites of named parameters."""
-    names = named.by_id
-
-    def site_of(parameter: Tensor) -> ParameterSite | None:
-        name = names.get(id(parameter))
-        return None if name is None else PlainSite(name, parameter)
-
-    return site_of
 
 
 def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
@@ -136,14 +123,14 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
     if isinstance(value, (list, tuple)) and all(isinstance(v, FlatShard) for v in value):
         for shard in value:
             gathering.add(kind, shard.fqn, place(shard.fqn, shard))
-        return lambda parameter: None
+        return {}
     if not isinstance(value, Mapping):
         raise TypeError(
             f"`{part}` must be a module, an optimizer, a state dict or flat shards, got "
             f"{type(value).__name__}"
         )
-    found: dict[str, Any] = {}
-    rest: list[tuple[tuple[Any, ...], Any]] = []
+    found: Fields = {}
+    rest: list[Leaf] = []
     named = {key: child for key, child in value.items() if isinstance(key, str)}
     other = {key: child for key, child in value.items() if not isinstance(key, str)}
     for path, leaf in leaves(clean_mapping(named, gathering.framework) | other):
@@ -154,20 +141,18 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
         elif path:
             rest.append((path, leaf))
     gather_rest(gathering, part, value, rest)
-    return sites_of(NamedTensors({n: t for n, t in found.items() if isinstance(t, Tensor)}))
+    return NamedTensors({n: t for n, t in found.items() if isinstance(t, Tensor)}).sites
 
 
-def gather_rest(
-    gathering: Gathering, part: str, value: Any, rest: list[tuple[tuple[Any, ...], Any]]
-) -> None:
+def gather_rest(gathering: Gathering, part: str, value: Any, rest: list[Leaf]) -> None:
     """Collect the values of a state dict that are not tensors; an error names the value's path."""
     if not gathering.for_load:
         for path, leaf in rest:
             encode_extra(leaf, place=name_of_path((part, *path)))
     gathering.share(part, values=[(list(path), leaf) for path, leaf in rest])
 
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        for path, leaf in shared.get(part, {}).get("values", []):
+    def finish(values: Values) -> None:
+        for path, leaf in values.get(part, {}).get("values", []):
             if not isinstance(value, MutableMapping):
                 return
             key = path[0]
@@ -189,7 +174,7 @@ def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None
     if hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict"):
         held = optimizer.state_dict()
         gather_mapping(gathering, "optim", held)
-        gathering.after(lambda shared, own: optimizer.load_state_dict(held))
+        gathering.after(lambda values: optimizer.load_state_dict(held))
         return
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if isinstance(groups, list) and all(
@@ -208,20 +193,13 @@ def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None
 
 def _with_own_names(optimizers: list[Any], sites: Sites) -> Sites:
     """Return sites that also use the names from an optimizer's `named_parameters()`."""
-    names = {
-        id(parameter): clean(name)
+    own = {
+        id(parameter): PlainSite(clean(name), parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
-
-    def site_of(parameter: Tensor) -> ParameterSite | None:
-        site = sites(parameter)
-        if site is None and id(parameter) in names:
-            return PlainSite(names[id(parameter)], parameter)
-        return site
-
-    return site_of
+    return {**own, **sites}
 
 
 WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -248,10 +226,11 @@ class NamedTensors:
     """Name -> module with a `get_extra_state` of its own."""
 
     @property
-    def by_id(self) -> dict[int, str]:
-        """`id` of a tensor -> canonical name, for every tensor object of a tied tensor."""
-        found = {id(tensor): self.aliases[name] for name, tensor in self.alias_tensors.items()}
-        return found | {id(tensor): name for name, tensor in self.tensors.items()}
+    def sites(self) -> Sites:
+        """Sites of all parameters, for every tensor object of a tied tensor."""
+        tied = [(self.aliases[name], tensor) for name, tensor in self.alias_tensors.items()]
+        named = [*tied, *self.tensors.items()]
+        return {id(tensor): PlainSite(name, tensor) for name, tensor in named}
 
 
 def clean(name: str) -> str:
@@ -261,10 +240,10 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def clean_mapping(named: Mapping[str, Any], framework: str) -> dict[str, Any]:
+def clean_mapping(named: Values, framework: str) -> Fields:
     """Return a state dict under canonical names."""
     strip = framework == "ddp" and all(name.startswith("module.") for name in named)
-    found: dict[str, Any] = {}
+    found: Fields = {}
     for name, value in named.items():
         canonical = clean(name.removeprefix("module.") if strip else name)
         if canonical in found:
@@ -317,7 +296,7 @@ def _walk(
     module: nn.Module, prefix: str, extra: dict[str, nn.Module]
 ) -> Iterator[tuple[str, Tensor]]:
     skip = module._non_persistent_buffers_set
-    own: dict[str, Any] = {
+    own: Fields = {
         **module._parameters,
         **{name: value for name, value in module._buffers.items() if name not in skip},
     }

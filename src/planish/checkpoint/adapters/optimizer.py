@@ -8,7 +8,7 @@ load does not change the optimizer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import OPTIMIZER, Gathering
 from planish.checkpoint.adapters.placement import TYPES, place, restore
+from planish.checkpoint.format.geometry import Sides
+from planish.checkpoint.format.strict_json import Fields, Values
 
 GROUP = "param_group"
 """State key for the number of a parameter's group, used if no rank knows all parameters."""
@@ -34,16 +36,16 @@ class ParameterSite(Protocol):
         """Name of the parameter."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Sides:
         """Shape of the whole parameter in a checkpoint."""
 
     @property
-    def scalar_shape(self) -> tuple[int, ...]:
+    def scalar_shape(self) -> Sides:
         """Shape in a checkpoint of one number per parameter (`step`); () unless layers are
         stacked.
         """
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
+    def fits(self, shape: Sides) -> bool:
         """Return whether the shape in the checkpoint is that of the whole parameter, up to
         padding.
         """
@@ -55,8 +57,8 @@ class ParameterSite(Protocol):
         """Return zeros of the parameter's shape and layout."""
 
 
-Sites = Callable[[Tensor], ParameterSite | None]
-"""Parameter -> its site; None for a parameter without a name."""
+Sites = Mapping[int, ParameterSite]
+"""`id` of a parameter -> its site; a parameter without a name is absent."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,16 @@ class PlainSite:
     parameter: Tensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Sides:
         """Shape of the whole parameter."""
         return tuple(self.parameter.shape)
 
     @property
-    def scalar_shape(self) -> tuple[int, ...]:
+    def scalar_shape(self) -> Sides:
         """(), the shape of a single number."""
         return ()
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
+    def fits(self, shape: Sides) -> bool:
         """Return whether the two shapes are equal."""
         return shape == self.shape
 
@@ -109,12 +111,11 @@ def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Si
     gathering.share(OPTIMIZER, numbers=numbers)
     gather_groups(gathering, _groups(optimizers), names)
 
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        saved = shared.get(OPTIMIZER, {}).get("numbers", {})
+    def finish(values: Values) -> None:
+        saved = values.get(OPTIMIZER, {}).get("numbers", {})
         for optimizer in optimizers if saved else ():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                site = sites(parameter)
-                name = "" if site is None else gathering.stored.name_of(site.fqn)
+                name = gathering.stored.name_of(_site(sites, parameter).fqn)
                 if name in saved:
                     optimizer.state[parameter].update(saved[name])
 
@@ -136,10 +137,9 @@ def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites
         )
     groups = _groups(optimizers)
     gathering.share(OPTIMIZER, options=_all_options(groups))
-    kept: list[tuple[dict[str, Any], list[Tensor], list[str]]] = []
+    kept: list[tuple[Fields, list[tuple[Tensor, str]]]] = []
     for number, group in enumerate(groups):
-        values_of_group: list[Tensor] = []
-        members: list[str] = []
+        kept.append((group, []))
         for parameter in group["params"]:
             site = _site(sites, parameter)
             stored = gathering.stored.find("optim", f"{site.fqn}.{GROUP}")
@@ -147,29 +147,27 @@ def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites
                 continue
             numbered = torch.tensor(number)
             site.gather(gathering, GROUP, numbered)
-            values_of_group.append(numbered)
-            members.append(site.fqn)
-        kept.append((group, values_of_group, members))
+            kept[-1][1].append((numbered, site.fqn))
 
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        options = shared.get(OPTIMIZER, {}).get("options", [])
-        for group, loaded, members in kept:
-            saved = [options[int(value)] for value in loaded if int(value) < len(options)]
-            _set_options(group, saved, members)
+    def finish(values: Values) -> None:
+        options = values.get(OPTIMIZER, {}).get("options", [])
+        for group, members in kept:
+            saved = [options[int(value)] for value, _ in members if int(value) < len(options)]
+            _set_options(group, saved, [name for _, name in members])
 
     gathering.after(finish)
 
 
-def _groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+def _groups(optimizers: Sequence[Any]) -> list[Fields]:
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _gather_states(
     gathering: Gathering, optimizers: Sequence[Any], sites: Sites
-) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
+) -> tuple[list[list[str]], dict[str, Fields]]:
     """Collect all tensors; return each group's names, and parameter -> its other values."""
     names: list[list[str]] = []
-    numbers: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, Fields] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             members = [_site(sites, parameter) for parameter in group["params"]]
@@ -180,7 +178,7 @@ def _gather_states(
 
 
 def gather_groups(
-    gathering: Gathering, groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]
+    gathering: Gathering, groups: Sequence[Fields], names: Sequence[Sequence[str]]
 ) -> None:
     """Collect the options of parameter groups with the names of their members.
 
@@ -189,8 +187,8 @@ def gather_groups(
     members = zip(names, _all_options(groups), strict=True)
     gathering.share(OPTIMIZER, groups=[{"params": list(p), "options": o} for p, o in members])
 
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        saved = shared.get(OPTIMIZER, {}).get("groups", [])
+    def finish(values: Values) -> None:
+        saved = values.get(OPTIMIZER, {}).get("groups", [])
         found = {name: record["options"] for record in saved for name in record["params"]}
         for group, members in zip(groups, names, strict=True):
             stored = [gathering.stored.name_of(name) for name in members]
@@ -199,7 +197,7 @@ def gather_groups(
     gathering.after(finish)
 
 
-def _all_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _all_options(groups: Sequence[Values]) -> list[Fields]:
     return [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in groups
@@ -207,7 +205,7 @@ def _all_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _site(sites: Sites, parameter: Tensor) -> ParameterSite:
-    site = sites(parameter)
+    site = sites.get(id(parameter))
     if site is None:
         raise ValueError(
             "every parameter of an optimizer must have a name, got one of shape "
@@ -220,35 +218,34 @@ def _site(sites: Sites, parameter: Tensor) -> ParameterSite:
 def _gather_state(
     gathering: Gathering,
     optimizer: Any,
-    group: Mapping[str, Any],
+    group: Values,
     parameter: Tensor,
     site: ParameterSite,
-    numbers: dict[str, dict[str, Any]],
+    numbers: dict[str, Fields],
 ) -> None:
     """Collect one parameter's state; a load also collects stored states that it lacks."""
     state = optimizer.state.get(parameter, {})
-    if gathering.for_load and gathering.stored.is_known:
+    is_replaced = gathering.for_load and gathering.stored.is_known
+    if is_replaced:
         state = _wanted(gathering, group, parameter, site, state)
     for key, value in state.items():
         if isinstance(value, Tensor):
             site.gather(gathering, key, value)
         else:
             numbers.setdefault(site.fqn, {})[key] = value
-    if gathering.for_load and gathering.stored.is_known:
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    if is_replaced:
 
-        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-            if tensors:
-                optimizer.state[parameter] = dict(tensors)
-            else:
-                optimizer.state.pop(parameter, None)
+        def finish(values: Values) -> None:
+            optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[parameter] = dict(state)
 
         gathering.after(finish)
 
 
 def _wanted(
     gathering: Gathering,
-    group: Mapping[str, Any],
+    group: Values,
     parameter: Tensor,
     site: ParameterSite,
     state: Any,
@@ -278,9 +275,7 @@ def _wanted(
     return wanted
 
 
-def _set_options(
-    group: dict[str, Any], found: Sequence[Mapping[str, Any]], members: Sequence[str]
-) -> None:
+def _set_options(group: Fields, found: Sequence[Values], members: Sequence[str]) -> None:
     """Set the options of a group to its members' saved ones; refuse members that differ."""
     if not found:
         return

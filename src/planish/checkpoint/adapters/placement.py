@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
+from planish.checkpoint.format.geometry import Box, Sides, flat_boxes, shift, whole
 from planish.checkpoint.format.items import TORCH_TYPES
 
 TYPES: dict[str, torch.dtype] = {
@@ -37,7 +37,7 @@ _whole = functools.lru_cache(maxsize=65536)(whole)
 class Placed(NamedTuple):
     """A local value as boxes of a whole tensor."""
 
-    shape: tuple[int, ...]
+    shape: Sides
     boxes: tuple[Box, ...]
     """As `LocalItem.boxes`; () if this rank has no elements."""
     data: Tensor
@@ -94,11 +94,11 @@ def place_dtensor(key: str, tensor: DTensor) -> Placed:
 
 @functools.lru_cache(maxsize=65536)
 def shard_box(
-    shape: tuple[int, ...],
-    mesh: tuple[int, ...],
-    coordinate: tuple[int, ...],
+    shape: Sides,
+    mesh: Sides,
+    coordinate: Sides,
     placements: tuple[Any, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...],
+    order: tuple[tuple[int, Sides], ...],
 ) -> tuple[Box, str]:
     """Return the box of a mesh coordinate and "", or any box and the fault as text."""
     offsets, lengths = [0] * len(shape), list(shape)
@@ -115,9 +115,7 @@ def shard_box(
     return Box(tuple(offsets), tuple(lengths)), ""
 
 
-def _cut_order(
-    mesh: Sequence[int], placements: Sequence[Any]
-) -> list[tuple[int, tuple[int, ...] | None]]:
+def _cut_order(mesh: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, Sides | None]]:
     """Return (tensor dim, axes of the mesh that cut it, in the order of the cuts).
 
     Axes cut from left to right, but a strided shard comes after the axes to its right whose sizes
@@ -154,10 +152,10 @@ class FlatShard:
 
     fqn: str
     """Name of the value: `layer.weight` in a model, `layer.weight.exp_avg` in an optimizer."""
-    global_shape: tuple[int, ...]
-    tp_offset: tuple[int, ...]
+    global_shape: Sides
+    tp_offset: Sides
     """Offsets in the whole tensor of the flattened tensor-parallel shard; zeros without one."""
-    tp_shape: tuple[int, ...]
+    tp_shape: Sides
     """Shape of the flattened tensor-parallel shard; `global_shape` without one."""
     flat_start: int
     """First element, row-major within the flattened shard."""
@@ -187,19 +185,20 @@ def place_flat(key: str, shard: FlatShard) -> Placed:
 @functools.lru_cache(maxsize=65536)
 def _boxes(
     key: str,
-    shape: tuple[int, ...],
-    tp_offset: tuple[int, ...],
-    tp_shape: tuple[int, ...],
+    shape: Sides,
+    tp_offset: Sides,
+    tp_shape: Sides,
     start: int,
     stop: int,
 ) -> tuple[Box, ...]:
     """Return the boxes of a flat range of a shard, in the coordinates of the tensor."""
-    ends = [a + b for a, b in zip(tp_offset, tp_shape, strict=False)]
-    sizes = {len(shape), len(tp_offset), len(tp_shape)}
-    inside = all(low >= 0 for low in tp_offset) and all(
-        high <= size for high, size in zip(ends, shape, strict=False)
-    )
-    if len(sizes) > 1 or not inside or not 0 <= start <= stop <= math.prod(tp_shape):
+    sides = zip(tp_offset, tp_shape, shape, strict=False)
+    inside = all(0 <= low <= size - length for low, length, size in sides)
+    if (
+        not len(shape) == len(tp_offset) == len(tp_shape)
+        or not inside
+        or not 0 <= start <= stop <= math.prod(tp_shape)
+    ):
         raise ValueError(
             f"`{key}` must be a range of a shard inside {shape}, got [{start}, {stop}) of "
             f"{tp_shape} at {tp_offset}; pass the offsets of the shard that was flattened"
@@ -244,6 +243,8 @@ def check_not_expanded(key: str, tensor: Tensor) -> None:
 
 Path = tuple[Any, ...]
 """Keys and indices from the root."""
+Leaf = tuple[Path, Any]
+"""A value of a nested state, and its path."""
 
 
 def name_of_path(path: Path) -> str:
@@ -251,7 +252,7 @@ def name_of_path(path: Path) -> str:
     return ".".join(part if isinstance(part, str) else f"[{part!r}]" for part in path)
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(value: Any, path: Path = ()) -> Iterator[Leaf]:
     """Yield paths and leaves of mappings, and of lists with tensors; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
@@ -295,30 +296,25 @@ def restore(target: Any, saved: Any) -> Any:
             target.load_state_dict(saved[_STATE])
             return target
         return saved[_STATE]
-    if isinstance(target, MutableMapping) and isinstance(saved, Mapping):
+    if isinstance(saved, Mapping):
+        place: Any = target if isinstance(target, MutableMapping) else {}
         for key, value in saved.items():
-            target[key] = restore(target.get(key), value)
-        return target
-    if isinstance(target, list) and isinstance(saved, list) and len(target) == len(saved):
-        target[:] = [restore(old, new) for old, new in zip(target, saved, strict=True)]
-        return target
-    if isinstance(target, tuple) and isinstance(saved, tuple) and len(target) == len(saved):
-        return tuple(restore(old, new) for old, new in zip(target, saved, strict=True))
+            place[key] = restore(place.get(key), value)
+        return place
+    if isinstance(saved, (list, tuple)):
+        kind: Any = list if isinstance(saved, list) else tuple
+        fits = isinstance(target, kind) and len(target) == len(saved)
+        olds = target if fits else [None] * len(saved)
+        made = kind(restore(old, new) for old, new in zip(olds, saved, strict=True))
+        if fits and isinstance(target, list):
+            target[:] = made
+            return target
+        return made
     if isinstance(target, Tensor) and isinstance(saved, Tensor):
         if (target.shape, target.dtype) != (saved.shape, saved.dtype):
             return saved
         target.detach().copy_(saved)
         return target
-    return _without_marks(saved)
-
-
-def _without_marks(saved: Any) -> Any:
-    if isinstance(saved, Mapping):
-        if set(saved) == {_STATE}:
-            return saved[_STATE]
-        return {key: _without_marks(value) for key, value in saved.items()}
-    if isinstance(saved, (list, tuple)):
-        return type(saved)(_without_marks(value) for value in saved)
     return saved
 
 

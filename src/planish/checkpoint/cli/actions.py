@@ -53,7 +53,7 @@ def latest(options: argparse.Namespace, _: Progress) -> Lines:
     newest = checkpoint.latest(root)
     if newest is None:
         raise CheckpointNotFound(f"`{root}` must hold a committed checkpoint, but holds none")
-    yield _pin(newest)
+    yield newest.pin
 
 
 def info(options: argparse.Namespace, _: Progress) -> Lines:
@@ -244,7 +244,7 @@ def export_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
 
     progress("export", 0, 0)
     opened = open_state(_checkpoint(options.path))
-    role = policy_role(sorted(set(opened.metadata.tensors.roles)), options.role)
+    role = policy_role(opened.roles, options.role)
     with _dcp_errors():
         convert(opened.pin, options.folder, role=role)
     yield f"written {options.folder}"
@@ -275,15 +275,11 @@ def _time(seconds: float) -> str:
         return str(seconds)
 
 
-def _pin(entry: Entry) -> str:
-    return f"{entry.uri}#sha256={entry.commit.meta_sha256}"
-
-
 def _facts(entry: Entry) -> dict[str, Any]:
     commit = entry.commit
     return {
         "uri": entry.uri,
-        "pin": _pin(entry),
+        "pin": entry.pin,
         "step": commit.step,
         "attempt": commit.attempt,
         "created_at": commit.created_at,

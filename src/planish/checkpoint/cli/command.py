@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from planish.base.text import Table
+from planish.checkpoint.format.strict_json import Fields
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the work, bytes done and bytes in all (0: unknown)."""
@@ -39,6 +39,97 @@ Lines = Iterator[Table | str]
 """Output of a command, piece by piece; a text is one or more complete lines."""
 
 
+_YES: Fields = {"action": "store_true"}
+_ROLE: Fields = {"default": ""}
+_ARGUMENTS: tuple[tuple[str, str, str, Fields], ...] = (
+    ("ls latest retain gc", "root", "folder of checkpoints: s3://, file:// or a path", {}),
+    ("export-dcp", "--role", "one role of several", _ROLE),
+    (
+        "info verify inspect rm export-hf reshard report export-dcp",
+        "path",
+        "checkpoint: URI, path, or pin (<uri>#sha256=<digest>)",
+        {},
+    ),
+    ("ls info", "--json", "print JSON", _YES),
+    (
+        "inspect",
+        "--name",
+        "tensors whose name matches (default all)",
+        {"default": "*", "metavar": "GLOB"},
+    ),
+    ("rm", "--yes", "do it; otherwise only say so", _YES),
+    ("retain gc", "--dry-run", "only say what would go", _YES),
+    (
+        "retain",
+        "--keep-last",
+        "newest that stay (default 3)",
+        {"type": int, "default": 3, "metavar": "N"},
+    ),
+    (
+        "retain",
+        "--keep-every",
+        "multiples of it stay too",
+        {"type": int, "default": 0, "metavar": "STEPS"},
+    ),
+    (
+        "retain",
+        "--pin",
+        "stays too; repeatable",
+        {"action": "append", "default": [], "metavar": "STEP|URI"},
+    ),
+    (
+        "gc",
+        "--grace-seconds",
+        "leave alone what was written to within so many seconds (default one day)",
+        {"type": float, "default": 86400.0},
+    ),
+    (
+        "verify",
+        "--level",
+        "meta: the metadata alone; size: also one listing; crc: also every byte (default)",
+        {"choices": ("meta", "size", "crc"), "default": "crc"},
+    ),
+    ("diff", "a", "one checkpoint", {}),
+    ("diff", "b", "the other", {}),
+    (
+        "diff",
+        "--limit",
+        "differing tensors to print",
+        {"type": int, "default": 20, "metavar": "N"},
+    ),
+    ("export-hf reshard", "out", "URI or path of the result", {}),
+    (
+        "export-hf reshard",
+        "--source",
+        "policy or folder that gives configuration and tokenizer",
+        {"default": ""},
+    ),
+    ("export-hf reshard", "--role", "one role of several", _ROLE),
+    ("reshard", "layout", "`merged` (as export-hf), or degrees such as tp=4 or fsdp=8,tp=2", {}),
+    (
+        "reshard",
+        "--parts",
+        "model: without optimizer",
+        {"choices": ("all", "model"), "default": "all"},
+    ),
+    ("reshard", "--overwrite", "replace another checkpoint there", _YES),
+    ("report", "--rank", "whose timeline (default the slowest)", {"type": int}),
+    ("report", "--load", "the last load that stored its timings, not the save", _YES),
+    ("import-dcp", "folder", "local folder with `.metadata`", {}),
+    ("import-dcp", "out", "URI or path of the new checkpoint", {}),
+    (
+        "import-dcp",
+        "--step",
+        "training step (default: the folder's own `step`, else 0)",
+        {"type": int},
+    ),
+    ("import-dcp", "--role", "name of its role (main)", {"default": "main"}),
+    ("import-dcp", "--overwrite", "replace what is there", _YES),
+    ("export-dcp", "folder", "local folder that is written", {}),
+)
+"""Commands, argument or option, its help, and settings of `add_argument`."""
+
+
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add every command and its options to the parser of `planish checkpoint`."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -46,51 +137,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         name: commands.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
         for name, line in COMMANDS.items()
     }
-
-    def add(names: str, option: str, text: str, **settings: Any) -> None:
+    for names, option, text, settings in _ARGUMENTS:
         for name in names.split():
             made[name].add_argument(option, help=text, **settings)
-
-    yes: dict[str, Any] = {"action": "store_true"}
-    path = "checkpoint: URI, path, or pin (<uri>#sha256=<digest>)"
-    add("ls latest retain gc", "root", "folder of checkpoints: s3://, file:// or a path")
-    add("export-dcp", "--role", "one role of several", default="")
-    add("info verify inspect rm export-hf reshard report export-dcp", "path", path)
-    add("ls info", "--json", "print JSON", **yes)
-    names = "tensors whose name matches (default all)"
-    add("inspect", "--name", names, default="*", metavar="GLOB")
-    add("rm", "--yes", "do it; otherwise only say so", **yes)
-    add("retain gc", "--dry-run", "only say what would go", **yes)
-    add("retain", "--keep-last", "newest that stay (default 3)", type=int, default=3, metavar="N")
-    every = "multiples of it stay too"
-    add("retain", "--keep-every", every, type=int, default=0, metavar="STEPS")
-    pin = "stays too; repeatable"
-    add("retain", "--pin", pin, action="append", default=[], metavar="STEP|URI")
-    grace = "leave alone what was written to within so many seconds (default one day)"
-    add("gc", "--grace-seconds", grace, type=float, default=86400.0)
-    level = "meta: the metadata alone; size: also one listing; crc: also every byte (default)"
-    add("verify", "--level", level, choices=("meta", "size", "crc"), default="crc")
-    add("diff", "a", "one checkpoint")
-    add("diff", "b", "the other")
-    add("diff", "--limit", "differing tensors to print", type=int, default=20, metavar="N")
-    add("export-hf reshard", "out", "URI or path of the result")
-    source = "policy or folder that gives configuration and tokenizer"
-    add("export-hf reshard", "--source", source, default="")
-    add("export-hf reshard", "--role", "one role of several", default="")
-    layout = "`merged` (as export-hf), or degrees such as tp=4 or fsdp=8,tp=2"
-    add("reshard", "layout", layout)
-    parts = "model: without optimizer"
-    add("reshard", "--parts", parts, choices=("all", "model"), default="all")
-    add("reshard", "--overwrite", "replace another checkpoint there", **yes)
-    add("report", "--rank", "whose timeline (default the slowest)", type=int)
-    add("report", "--load", "the last load that stored its timings, not the save", **yes)
-    add("import-dcp", "folder", "local folder with `.metadata`")
-    add("import-dcp", "out", "URI or path of the new checkpoint")
-    step = "training step (default: the folder's own `step`, else 0)"
-    add("import-dcp", "--step", step, type=int)
-    add("import-dcp", "--role", "name of its role (main)", default="main")
-    add("import-dcp", "--overwrite", "replace what is there", **yes)
-    add("export-dcp", "folder", "local folder that is written")
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Lines:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointCorrupt, CheckpointExists, ConfigError, SaveFailed
@@ -39,8 +38,7 @@ _DEPTH = 2
 _THREADS = 8
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A committed checkpoint."""
 
     path: str
@@ -53,13 +51,17 @@ class Entry:
         return self.commit.step
 
     @property
+    def pin(self) -> str:
+        """Pin: `<uri>#sha256=<digest>`."""
+        return f"{self.uri}#sha256={self.commit.meta_sha256}"
+
+    @property
     def order(self) -> tuple[int, str]:
         """Sort key: the step, then the attempt, which begins with its time."""
         return self.commit.step, self.commit.attempt
 
 
-@dataclass(frozen=True)
-class CatalogVerdict:
+class CatalogVerdict(NamedTuple):
     """Decision on a checkpoint or a leftover, and its reason."""
 
     key: str
@@ -68,8 +70,7 @@ class CatalogVerdict:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """A folder that holds a commit or attempts."""
 
     path: str
@@ -179,17 +180,17 @@ def retain(
     pinned = {p if isinstance(p, int) else p.partition("#")[0].rstrip("/") for p in pins}
     verdicts = []
     for number, entry in enumerate(reversed(list_checkpoints(storage, root))):
+        verdict = CatalogVerdict(entry.path, "delete", f"step {entry.step}: no rule keeps it")
+        reason = ""
         if number < keep_last:
-            verdict = CatalogVerdict(entry.path, "keep", f"one of the newest {keep_last}")
+            reason = f"one of the newest {keep_last}"
         elif keep_every and entry.step % keep_every == 0:
-            verdict = CatalogVerdict(entry.path, "keep", f"step {entry.step}, every {keep_every}")
+            reason = f"step {entry.step}, every {keep_every}"
         elif pinned & {entry.step, entry.path, entry.uri}:
-            verdict = CatalogVerdict(entry.path, "keep", "pinned")
-        else:
-            verdict = CatalogVerdict(entry.path, "delete", f"step {entry.step}: no rule keeps it")
-            if not dry_run and not _remove(storage, entry.path, entry.commit):
-                verdict = CatalogVerdict(entry.path, "keep", "another save has replaced it")
-        verdicts.append(verdict)
+            reason = "pinned"
+        elif not dry_run and not _remove(storage, entry.path, entry.commit):
+            reason = "another save has replaced it"
+        verdicts.append(CatalogVerdict(entry.path, "keep", reason) if reason else verdict)
     return verdicts
 
 
@@ -273,14 +274,11 @@ def _collect_uploads(
     for upload in uploads:
         name = f"{key}@{upload.upload_id}"
         age = max(0.0, storage.now() - upload.started)
-        if upload.upload_id in named or age < grace_s:
-            verdicts.append(CatalogVerdict(name, "keep", f"an upload begun {age:.0f} s ago"))
-            continue
-        verdicts.append(
-            CatalogVerdict(
-                name, "delete", f"an upload that no journal names, begun {age:.0f} s ago"
-            )
-        )
-        if not dry_run:
-            storage.abort_upload(key, upload.upload_id)
+        verdict = CatalogVerdict(name, "keep", f"an upload begun {age:.0f} s ago")
+        if upload.upload_id not in named and age >= grace_s:
+            reason = f"an upload that no journal names, begun {age:.0f} s ago"
+            verdict = CatalogVerdict(name, "delete", reason)
+            if not dry_run:
+                storage.abort_upload(key, upload.upload_id)
+        verdicts.append(verdict)
     return verdicts

@@ -50,7 +50,6 @@ FORMAT = 2
 META_KEY = "meta/global.bin"
 MAX_COMMIT_BYTES = 1 << 20
 MAX_META_BYTES = 4 << 30
-_MAX_COUNT = 1 << 62
 _CHECKSUM = "crc32"
 
 
@@ -87,37 +86,44 @@ class Commit:
     def decode(data: bytes, *, etag: str = "", uri: str = COMMIT) -> Commit:
         """Parse a commit; `CheckpointCorrupt` if a field is invalid or the format is newer."""
         try:
-            fields = json.loads(data.decode(), parse_constant=lambda _: math.nan)
-        except (ValueError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict):
-            raise CheckpointCorrupt(
-                f"`{uri}` must be a JSON object, got {data[:40]!r}", file=COMMIT
-            )
-        written = fields.get("format")
-        if type(written) is not int or not 1 <= written <= FORMAT:
-            by = "by a newer version; read it with that version"
-            raise CheckpointCorrupt(
-                f"`{uri}` must be of format 1 to {FORMAT}, got {str(written)[:40]!r}: written "
-                + (by if type(written) is int and written > FORMAT else "by something else"),
-                file=COMMIT,
-            )
-        faults = [name for name, check in _CHECKS.items() if not check(fields.get(name))]
-        if not faults and fields["meta_key"] != f"a-{fields['attempt']}/{META_KEY}":
-            faults = ["meta_key"]
-        if faults:
-            seen = {name: str(fields.get(name))[:80] for name in faults}
-            raise CheckpointCorrupt(f"`{uri}` must be a commit, got {seen}", file=COMMIT)
-        known: dict[str, Any] = {name: fields[name] for name in _CHECKS}
-        if fields.get(_CHECKSUM) != _checksum({**known, "format": written}):
-            raise CheckpointCorrupt(
-                f"`{uri}` must have the {_CHECKSUM} that it states, "
-                f"{str(fields.get(_CHECKSUM))[:20]}, but has been changed",
-                file=COMMIT,
-            )
+            known = _fields_of(data)
+        except _Fault as fault:
+            raise CheckpointCorrupt(f"`{uri}` must {fault}", file=COMMIT) from None
         known["roles"] = tuple(known["roles"])
         known["created_at"] = float(known["created_at"])
-        return Commit(**known, format=written, etag=etag)
+        return Commit(**known, etag=etag)
+
+
+class _Fault(ValueError):
+    """Bytes are no commit; the text says what it must be."""
+
+
+def _fields_of(data: bytes) -> dict[str, Any]:
+    """Return the checked fields of a commit; raises `_Fault`."""
+    try:
+        fields = json.loads(data.decode(), parse_constant=lambda _: math.nan)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise _Fault(f"be a JSON object, got {data[:40]!r}")
+    written = fields.get("format")
+    if type(written) is not int or not 1 <= written <= FORMAT:
+        is_newer = type(written) is int and written > FORMAT
+        by = "a newer version; read it with that version" if is_newer else "something else"
+        seen = str(written)[:40]
+        raise _Fault(f"be of format 1 to {FORMAT}, got {seen!r}: written by {by}")
+    faults = [name for name, check in _CHECKS.items() if not check(fields.get(name))]
+    if not faults and fields["meta_key"] != f"a-{fields['attempt']}/{META_KEY}":
+        faults = ["meta_key"]
+    if faults:
+        seen_values = {name: str(fields.get(name))[:80] for name in faults}
+        raise _Fault(f"be a commit, got {seen_values}")
+    known = {name: fields[name] for name in (*_CHECKS, "format")}
+    stated = fields.get(_CHECKSUM)
+    if stated != _checksum(known):
+        text = str(stated)[:20]
+        raise _Fault(f"have the {_CHECKSUM} that it states, {text}, but has been changed")
+    return known
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
@@ -125,7 +131,7 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MAX_COUNT
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _is_text(value: object) -> bool:

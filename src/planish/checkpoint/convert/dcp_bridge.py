@@ -13,7 +13,8 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,17 @@ from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutM
 from planish.checkpoint.adapters.gathering import OPTIMIZER
 from planish.checkpoint.adapters.placement import NAMES, TYPES
 from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, read_dcp_metadata
-from planish.checkpoint.format.geometry import Box, box_of, whole
+from planish.checkpoint.format.geometry import Box, Sides, box_of, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.small_objects import decode_extra
-from planish.checkpoint.loading.extras import names_of
+from planish.checkpoint.format.strict_json import Fields
+from planish.checkpoint.loading.extras import read_shared
 from planish.checkpoint.loading.reader import Opened, open_state
 from planish.checkpoint.loading.slices import SliceReader
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.saving.agree import SaveOptions
 from planish.checkpoint.saving.engine import SaveEngine
 from planish.checkpoint.watch.monitor import CheckpointInfo
-from planish.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,6 @@ def import_dcp(
     step: int | None = None,
     role: str = "main",
     overwrite: bool = False,
-    storage: Store | None = None,
 ) -> CheckpointInfo:
     """Convert a DCP folder into a checkpoint, in one process.
 
@@ -102,7 +101,7 @@ def import_dcp(
     engine = SaveEngine(Control.single())
     try:
         options = SaveOptions(place, step=step, overwrite=overwrite, is_async=False)
-        return engine.save({role: collected}, options, storage=storage).result()
+        return engine.save({role: collected}, options).result()
     finally:
         engine.close()
 
@@ -140,9 +139,9 @@ class _Folder:
                     )
                 yield LocalItem(spec, (box,), data)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Fields:
         """Return name -> value, for values that are not tensors."""
-        values: dict[str, Any] = {}
+        values: Fields = {}
         for name in self.metadata.values:
             _, view = self._part(name, ())
             try:
@@ -152,7 +151,7 @@ class _Folder:
                 raise self._corrupt(text) from None
         return values
 
-    def _tensor(self, name: str, offsets: tuple[int, ...]) -> Tensor:
+    def _tensor(self, name: str, offsets: Sides) -> Tensor:
         """Return a tensor whose storage is the mapped file, without reading its bytes."""
         stream, view = self._part(name, offsets)
         try:
@@ -171,7 +170,7 @@ class _Folder:
             text = f"`{name}` must be a saved tensor ({error!s:.160})"
             raise self._corrupt(text) from None
 
-    def _part(self, name: str, offsets: tuple[int, ...]) -> tuple[Any, memoryview]:
+    def _part(self, name: str, offsets: Sides) -> tuple[Any, memoryview]:
         """Return the bytes of a value or box, as a stream and as a part of a mapped file."""
         place = self.metadata.places.get((name, offsets))
         if place is None:
@@ -202,14 +201,14 @@ class _Folder:
         return CheckpointCorrupt(f"`{self.folder}`: {text}", file=METADATA)
 
 
-def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
+def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> Fields:
     """Return the values of a DCP folder as the shared values of a checkpoint.
 
     If groups name their parameters by number, all values, optimizer options included, go to `dcp`.
     """
-    rest: dict[str, Any] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
+    rest: Fields = {}
+    numbers: dict[str, Fields] = {}
+    groups: dict[str, Fields] = {}
     for name, value in values.items():
         place = _OF_OPTIMIZER.fullmatch(name)
         if place is None:
@@ -231,7 +230,7 @@ def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str,
         )
         return {"dcp": dict(values)}
     found = [{"params": group.pop("params"), "options": group} for group in groups.values()]
-    shared: dict[str, Any] = {"dcp": rest} if rest else {}
+    shared: Fields = {"dcp": rest} if rest else {}
     if found or numbers:
         shared[OPTIMIZER] = {"groups": found, "numbers": numbers}
     return shared
@@ -243,9 +242,7 @@ TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for dtype, name in NAM
 """Name of a type in torch -> name in checkpoints."""
 
 
-def export_dcp(
-    place: str, folder: str | Path, *, role: str = "main", storage: Store | None = None
-) -> None:
+def export_dcp(place: str, folder: str | Path, *, role: str = "main") -> None:
     """Write a role of a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
 
     Names are `model.<fqn>` and `optim.state.<parameter>.<state>`; shared values are
@@ -256,7 +253,7 @@ def export_dcp(
         LayoutMismatch: the checkpoint has no such role.
         CheckpointError: the checkpoint is damaged.
     """
-    opened, target = open_state(place, storage), Path(folder)
+    opened, target = open_state(place), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise FileExistsError(f"`{target}` must be empty; name another folder")
@@ -269,9 +266,7 @@ def export_dcp(
         parameter, _, state = fqn.rpartition(".")
         is_state = kind == "optim" and parameter
         source.add_tensor(("optim", "state", parameter, state) if is_state else (kind, fqn), row)
-    key = names_of(opened.metadata.objects, role).shared
-    shared = decode_extra(source.reader.reader.read_file(key), file=key) if key else {}
-    for name, value in shared.items() if isinstance(shared, dict) else ():
+    for name, value in read_shared(source.reader.reader, role).items():
         source.add_value(("shared", name), value)
     if not source.items:
         raise LayoutMismatch(f"`{opened.uri}` must hold the role `{role}`; see `info`")
@@ -292,8 +287,7 @@ class _Source:
         self.opened, self.reader = opened, SliceReader(opened)
         self.items: list[WriteItem] = []
         self.paths: dict[str, tuple[str, ...]] = {}
-        self._tensors: dict[MetadataIndex, tuple[TensorSpec, Box]] = {}
-        self._values: dict[MetadataIndex, Any] = {}
+        self._data: dict[MetadataIndex, Callable[[], Tensor | io.BytesIO]] = {}
 
     def add_tensor(self, path: tuple[str, ...], row: int) -> None:
         spec, name = self.opened.metadata.tensors.spec(row), ".".join(path)
@@ -304,22 +298,26 @@ class _Source:
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
             data = TensorWriteData(chunk, properties, size)
             self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            self._tensors[index] = spec, box
+            self._data[index] = partial(self._tensor, spec, box)
 
     def add_value(self, path: tuple[str, ...], value: Any) -> None:
         name = ".".join(path)
         self.paths[name] = path
         self.items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-        self._values[MetadataIndex(name)] = value
+        self._data[MetadataIndex(name)] = partial(_saved, value)
 
     def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
-        if item.type == WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save(self._values[item.index], stream)
-            return stream
-        spec, box = self._tensors[item.index]
+        return self._data[item.index]()
+
+    def _tensor(self, spec: TensorSpec, box: Box) -> Tensor:
         raw = self.reader.read(spec, box).reshape(-1).view(np.uint8)
         return torch.from_numpy(raw).view(TYPES[spec.dtype]).view(box.lengths)
+
+
+def _saved(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
 
 
 def _boxes(meta: Metadata, row: int, spec: TensorSpec) -> Iterator[Box]:

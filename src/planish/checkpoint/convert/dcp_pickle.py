@@ -14,8 +14,9 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from planish.base.errors import CheckpointCorrupt
-from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.geometry import Box, Sides
 from planish.checkpoint.format.items import TORCH_TYPES
+from planish.checkpoint.format.strict_json import are_counts
 
 MAX_METADATA_BYTES = 1 << 30
 """Largest file that is read; torch writes about 150 bytes for each shard."""
@@ -27,7 +28,7 @@ class DcpTensor(NamedTuple):
     """One tensor of a DCP folder."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Sides
     boxes: list[Box]
 
 
@@ -45,7 +46,7 @@ class DcpMetadata(NamedTuple):
     tensors: dict[str, DcpTensor]
     values: list[str]
     """Names of values that are not tensors."""
-    places: dict[tuple[str, tuple[int, ...]], DcpPlace]
+    places: dict[tuple[str, Sides], DcpPlace]
     """(name, offsets of the box) -> place; offsets are () for values."""
 
 
@@ -67,9 +68,9 @@ class _Bytes(_Record):
     pass
 
 
-def _size(items: Any = ()) -> tuple[int, ...]:
+def _size(items: Any = ()) -> Sides:
     values = tuple(items)
-    if not all(type(value) is int and value >= 0 for value in values):
+    if not are_counts(values):
         raise pickle.UnpicklingError(f"a size of {values!r}")
     return values
 
@@ -85,8 +86,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         (_METADATA, name): _Record
         for name in (
-            *("Metadata", "StorageMeta", "ChunkStorageMetadata"),
-            *("TensorProperties", "MetadataIndex"),
+            "Metadata",
+            "StorageMeta",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
         )
     },
     (_METADATA, "_MEM_FORMAT_ENCODING"): _nothing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from planish.checkpoint.convert.hf_names import to_numbers
-from planish.checkpoint.format.geometry import flat_boxes, whole
+from planish.checkpoint.format.geometry import flat_boxes
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec, quoted_name
 from planish.checkpoint.loading.extras import names_of
 from planish.checkpoint.loading.fill import Array
-from planish.checkpoint.loading.reader import BlockReader, Opened, open_state
+from planish.checkpoint.loading.reader import BlockReader, Opened, Progress, open_state
 from planish.checkpoint.loading.slices import Slice, SliceReader, batches
 
 WINDOW_BYTES = 32 << 20
@@ -57,19 +57,9 @@ class Diff:
 
 
 class _Window(NamedTuple):
-    tensor: TensorSpec
     start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * ITEM_BYTES[self.tensor.dtype]
-
-    def slice(self) -> Slice:
-        whole_box = whole(self.tensor.shape)
-        full = (self.start, self.stop) == (0, whole_box.volume)
-        cut = (whole_box,) if full else tuple(flat_boxes(self.tensor.shape, self.start, self.stop))
-        return Slice(self.tensor, cut)
+    """Number of its first element in the tensor, row-major."""
+    slice: Slice
 
 
 def diff(
@@ -77,7 +67,7 @@ def diff(
     b: str,
     *,
     parts: Sequence[str] = ("model", "optim"),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Diff:
     """Compare two checkpoints; errors are those of `load`.
 
@@ -102,8 +92,8 @@ def diff(
     readers = SliceReader(sides[0]), SliceReader(sides[1])
     faults: dict[str, TensorDiff] = {}
     with ThreadPoolExecutor(2) as pool:
-        for windows in batches(_windows(common), lambda part: part.nbytes, WINDOW_BYTES):
-            slices = [window.slice() for window in windows]
+        for windows in batches(_windows(common), lambda window: window.slice.nbytes, WINDOW_BYTES):
+            slices = [window.slice for window in windows]
             first, second = pool.map(SliceReader.read_many, readers, (slices, slices))
             for window, x, y in zip(windows, first, second, strict=True):
                 _compare(window, x, y, faults)
@@ -141,7 +131,8 @@ def _windows(tensors: Sequence[TensorSpec]) -> Iterator[_Window]:
         volume = math.prod(tensor.shape)
         step = max(1, WINDOW_BYTES // ITEM_BYTES[tensor.dtype])
         for start in range(0, max(volume, 1), step):
-            yield _Window(tensor, start, min(start + step, volume))
+            boxes = flat_boxes(tensor.shape, start, min(start + step, volume))
+            yield _Window(start, Slice(tensor, tuple(boxes)))
 
 
 def _compare(window: _Window, x: Array, y: Array, faults: dict[str, TensorDiff]) -> None:
@@ -152,17 +143,15 @@ def _compare(window: _Window, x: Array, y: Array, faults: dict[str, TensorDiff])
     if not len(places):
         return
     places = np.unique(places)
-    name = quoted_name(window.tensor.role, window.tensor.kind, window.tensor.fqn)
-    first = np.unravel_index(window.start + int(places[0]), window.tensor.shape)
-    numbers = [to_numbers(side[places], window.tensor.dtype) for side in (x, y)]
+    tensor = window.slice.tensor
+    name = quoted_name(tensor.role, tensor.kind, tensor.fqn)
+    numbers = [to_numbers(side[places], tensor.dtype) for side in (x, y)]
     with np.errstate(invalid="ignore", over="ignore"):
         largest = math.nan if numbers[0] is None else float(np.abs(numbers[0] - numbers[1]).max())
-    before = faults.get(name)
-    if before is not None:
-        largest = float(np.maximum(largest, before.max_abs))
-        faults[name] = before._replace(
-            num_elements=before.num_elements + len(places), max_abs=largest
-        )
-    else:
-        index = tuple(int(i) for i in first)
-        faults[name] = TensorDiff(name, "values", len(places), index, largest)
+    first = np.unravel_index(window.start + int(places[0]), tensor.shape)
+    index = tuple(int(i) for i in first)
+    found = faults.setdefault(name, TensorDiff(name, "values", 0, index, largest))
+    faults[name] = found._replace(
+        num_elements=found.num_elements + len(places),
+        max_abs=float(np.maximum(largest, found.max_abs)),
+    )

@@ -22,10 +22,17 @@ import numpy as np
 
 from planish import store
 from planish.base.errors import CheckpointError, ConfigError, LayoutMismatch, ObjectMissing
-from planish.checkpoint.convert.hf_names import Form, Sources, cast, read_weights, weights_of
-from planish.checkpoint.format.items import ITEM_BYTES
+from planish.checkpoint.convert.hf_names import (
+    FLOATS,
+    Form,
+    Sources,
+    cast,
+    read_weights,
+    weights_of,
+)
+from planish.checkpoint.format.items import ITEM_BYTES, TORCH_TYPES
 from planish.checkpoint.format.safetensors_file import NewEntry, plan_header, read_header
-from planish.checkpoint.loading.reader import Opened, open_state
+from planish.checkpoint.loading.reader import Opened, Progress, open_state
 from planish.checkpoint.loading.slices import SliceReader, batches
 from planish.checkpoint.pinned import read_pinned
 from planish.checkpoint.ranks.control import Control
@@ -51,11 +58,8 @@ CHUNK_BYTES = 16 << 20
 MAX_FILE_BYTES = 5 << 30
 WORKERS = 4
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes of weights done and in all."""
 FilePlan = Mapping[str, list[str]]
 """Weight file -> names of its tensors."""
 Written = tuple[dict[str, Path], dict[str, int]]
@@ -100,7 +104,7 @@ def export(
         CheckpointError: the checkpoint or the earlier policy is damaged.
     """
     opened = open_state(place, storage)
-    role = policy_role(sorted(set(opened.metadata.tensors.roles)), role)
+    role = policy_role(opened.roles, role)
     small: dict[str, Path | bytes] = {}
     forms: dict[str, Form] = {}
     if policy:
@@ -120,12 +124,13 @@ def export(
         )
     else:
         for name, part in sources.items():
-            is_float = part.form.dtype in _DTYPE_NAMES
+            is_float = part.form.dtype in FLOATS
             forms[name] = Form(dtype, part.form.shape) if dtype and is_float else part.form
     dtypes = {form.dtype for form in forms.values()}
+    is_one = len(dtypes) == 1 and dtypes <= {*FLOATS}
     facts = {
         **({"role": role, "step": opened.commit.step} if attributes is None else attributes),
-        "dtype": _DTYPE_NAMES.get(dtypes.pop(), "mixed") if len(dtypes) == 1 else "mixed",
+        "dtype": TORCH_TYPES[dtypes.pop()] if is_one else "mixed",
         "layout": "hf",
     }
     if parents is None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.items import ITEM_BYTES, TORCH_TYPES, TensorSpec
+from planish.checkpoint.format.strict_json import Values
 from planish.checkpoint.loading.fill import Array
 from planish.checkpoint.loading.reader import Opened
 from planish.checkpoint.loading.slices import Slice, SliceReader
@@ -26,8 +26,7 @@ from planish.models.adapters import DOWN, SCALE, UP, is_adapter
 from planish.models.experts import LAYER_NAMES, TOP_NAMES, disk_tensors
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """Type and shape of a tensor in a safetensors file."""
 
     dtype: str
@@ -66,7 +65,7 @@ _MEGATRON = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 
 
-def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
+def weights_of(opened: Opened, role: str, config: Values) -> Sources:
     """Return the stored tensors of each weight of a role's model.
 
     Tensors of Megatron-core's GPTModel become the weights of a Llama- or Qwen-like model: fused
@@ -127,9 +126,7 @@ def adapter_of(name: str, tensors: Mapping[str, TensorSpec]) -> AdapterPart | No
     return AdapterPart(*(Slice(spec, (whole(spec.shape),)) for spec in specs if spec is not None))
 
 
-def _weights(
-    name: str, spec: TensorSpec, config: Mapping[str, Any]
-) -> Iterator[tuple[str, WeightPart]]:
+def _weights(name: str, spec: TensorSpec, config: Values) -> Iterator[tuple[str, WeightPart]]:
     """Yield the weights that one stored tensor becomes."""
     if name in TOP_NAMES:
         rows = spec.shape[0] if "layernorm" in name else int(config["vocab_size"])
@@ -157,9 +154,7 @@ def _rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = 
     return WeightPart(Slice(spec, boxes), Form(spec.dtype, (count, *rest)))
 
 
-def _runs(
-    name: str, rows: int, config: Mapping[str, Any]
-) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def _runs(name: str, rows: int, config: Values) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Yield each weight of one layer that a tensor contains, as runs of its rows."""
     if name in LAYER_NAMES:
         yield LAYER_NAMES[name], [(0, rows)]
@@ -172,20 +167,21 @@ def _runs(
         groups = int(config.get("num_key_value_heads") or heads)
         width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         queries = heads // groups * width
-        if rows != groups * (queries + 2 * width):
+        size = queries + 2 * width
+        if rows != groups * size:
             raise LayoutMismatch(
-                f"`{name}` must have {groups * (queries + 2 * width)} rows for {heads} heads and "
+                f"`{name}` must have {groups * size} rows for {heads} heads and "
                 f"{groups} groups of width {width}, got {rows}; pass the config of this model"
             )
-        starts = [group * (queries + 2 * width) for group in range(groups)]
+        starts = [group * size for group in range(groups)]
         yield f"self_attn.q_proj.{kind}", [(s, s + queries) for s in starts]
         for place, short in enumerate(("k_proj", "v_proj")):
             low = queries + place * width
             yield f"self_attn.{short}.{kind}", [(s + low, s + low + width) for s in starts]
 
 
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-_COMPLEX = {"C64": np.complex64, "C128": np.complex128}
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Float types that a policy may have."""
 
 
 def to_numbers(elements: Array, dtype: str) -> Array | None:
@@ -196,14 +192,10 @@ def to_numbers(elements: Array, dtype: str) -> Array | None:
     bits = np.ascontiguousarray(elements)
     if dtype == "BF16":
         return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype in _FLOATS:
-        return bits.view(_FLOATS[dtype])
-    if dtype in _COMPLEX:
-        return bits.view(_COMPLEX[dtype])
-    if dtype[0] in "IU" or dtype == "BOOL":
-        sign = "i" if dtype[0] == "I" else "u"
-        return bits.view(f"{sign}{ITEM_BYTES[dtype]}").astype(np.float64)
-    return None
+    if dtype.startswith("F8"):
+        return None
+    numbers = bits.view(TORCH_TYPES[dtype])
+    return numbers if dtype[0] in "FC" else numbers.astype(np.float64)
 
 
 def cast(elements: Array, stored: str, wanted: str) -> Array:
@@ -214,7 +206,7 @@ def cast(elements: Array, stored: str, wanted: str) -> Array:
     """
     if stored == wanted:
         return elements
-    if not {stored, wanted} <= {*_FLOATS, "BF16"}:
+    if not {stored, wanted} <= {*FLOATS}:
         raise LayoutMismatch(
             f"weights must be exported between float types, got {stored} to {wanted}"
         )
@@ -223,7 +215,7 @@ def cast(elements: Array, stored: str, wanted: str) -> Array:
     with np.errstate(over="ignore"):
         if wanted == "BF16":
             return to_bfloat16(numbers.astype(np.float32))
-        return numbers.astype(_FLOATS[wanted])
+        return numbers.astype(TORCH_TYPES[wanted])
 
 
 def to_bfloat16(numbers: Array) -> Array:

@@ -23,12 +23,12 @@ AXES = ("dp", "fsdp", "flat", "tp")
 MAX_RANKS = 65_536
 
 _SPLIT_ROWS = frozenset(
-    (
-        *("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"),
-        *("embed_tokens", "lm_head"),
-        *("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"),
-    )
-)
+    [
+        "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
+        "embed_tokens", "lm_head",
+        "linear_qkv", "linear_fc1", "word_embeddings", "output_layer",
+    ]
+)  # fmt: skip
 """Layers that tensor parallelism cuts along dimension 0, with their biases."""
 _SPLIT_COLUMNS = frozenset(["o_proj", "down_proj", "linear_proj", "linear_fc2"])
 """Layers that tensor parallelism cuts along dimension 1; their biases stay whole."""
@@ -95,18 +95,16 @@ class Layout:
         as of `torch.chunk`: the first ranks get the longer ones.
         """
         tp, data = rank % self.tp, rank // self.tp
-        box: Box | None = whole(tensor.shape)
+        box = whole(tensor.shape)
         dim = tensor_parallel_dim(tensor.fqn, len(tensor.shape))
         if dim is not None and self.tp > 1:
-            box = _chunk(whole(tensor.shape), dim, self.tp, tp)
-        if box is None:
-            return ()
+            box = _chunk(box, dim, self.tp, tp)
         if self.fsdp > 1:
             number = data % self.fsdp
-            if not box.lengths:
-                return (box,) if number == 0 else ()
-            part = _chunk(box, 0, self.fsdp, number)
-            return () if part is None else (part,)
+            if box.lengths:
+                box = _chunk(box, 0, self.fsdp, number)
+            elif number:
+                return ()
         if self.flat > 1:
             step = -(-box.volume // self.flat)
             start = min(box.volume, data % self.flat * step)
@@ -115,17 +113,14 @@ class Layout:
         return (box,) if box.volume else ()
 
 
-def _chunk(box: Box, dim: int, parts: int, number: int) -> Box | None:
-    """Return part `number` of `parts` of a box along a dimension; None if it is empty."""
+def _chunk(box: Box, dim: int, parts: int, number: int) -> Box:
+    """Return part `number` of `parts` of a box along a dimension; it may be empty."""
     length = box.lengths[dim]
     step = -(-length // parts)
     start = min(length, number * step)
-    extent = min(length, start + step) - start
-    if not extent or not box.volume:
-        return None
     offsets, lengths = list(box.offsets), list(box.lengths)
     offsets[dim] += start
-    lengths[dim] = extent
+    lengths[dim] = min(length, start + step) - start
     return Box(tuple(offsets), tuple(lengths))
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from planish.base.errors import CheckpointExists, CheckpointNotFound, ConfigError, PlanishError
+from planish.base.errors import CheckpointExists, CheckpointNotFound, PlanishError
 from planish.checkpoint.commit.commit import Commit, discard, publish, standing
 from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.convert.layouts import Layout
@@ -27,8 +27,10 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import box_of, flat_boxes, shift
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem
 from planish.checkpoint.format.metafile import DEFAULT_CHECKSUM
-from planish.checkpoint.loading.reader import BlockReader, Opened, open_state
+from planish.checkpoint.format.strict_json import Fields
+from planish.checkpoint.loading.reader import BlockReader, Opened, Progress, open_state
 from planish.checkpoint.loading.slices import Slice, SliceReader
+from planish.checkpoint.plan.files import RankPlan
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.saving.upload import FileUpload, is_large, upload_files
 from planish.checkpoint.watch import monitor
@@ -71,14 +73,14 @@ def rewrite(
     parts: Parts = "all",
     roles: Sequence[str] = (),
     overwrite: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Rewritten:
     """Write the state at `source` (URI or pin) at `target`, under another layout.
 
     A second call with the same arguments finds the committed result and writes nothing.
 
     Args:
-        layout: layout of the result, except `merged`, which is an export.
+        layout: layout of the result; `merged` is an export and not for this function.
         parts: `model` leaves out optimizers, small values and loader positions.
         roles: roles to keep; empty for all.
         overwrite: replace another checkpoint at `target`.
@@ -89,11 +91,6 @@ def rewrite(
         CheckpointExists: another state is committed at `target`.
         CheckpointCorrupt: a checksum of the source differs; nothing has become visible.
     """
-    if layout.is_merged or parts not in ("all", "model"):
-        raise ConfigError(
-            f"a rewrite must have degrees as its layout and `all` or `model` as its parts, got "
-            f"{str(layout)!r} and {parts!r}; export the policy for a merged one"
-        )
     opened = open_state(source)
     known = sorted({*opened.metadata.tensors.roles, *opened.metadata.objects})
     missing = sorted(set(roles) - set(known))
@@ -175,7 +172,7 @@ class _Work:
         layout: Layout,
         parts: Parts,
         roles: tuple[str, ...],
-        progress: Callable[[int, int], None],
+        progress: Progress,
     ) -> None:
         self.opened, self.progress = opened, progress
         self.reader = SliceReader(opened, reader=_WindowReader(opened), num_threads=1)
@@ -185,13 +182,11 @@ class _Work:
             for row in range(len(tensors))
             if tensors.roles[row] in roles and (parts == "all" or tensors.kinds[row] == "model")
         ]
-        ranks = range(layout.num_ranks)
-        self.plan = plan_save(
-            [
-                Columns.from_items([LocalItem(spec, layout.boxes(spec, rank)) for spec in specs])
-                for rank in ranks
-            ]
-        )
+        columns = [
+            Columns.from_items([LocalItem(spec, layout.boxes(spec, rank)) for spec in specs])
+            for rank in range(layout.num_ranks)
+        ]
+        self.plan = plan_save(columns)
         self.header = {
             **opened.metadata.header,
             "layout": str(layout),
@@ -199,7 +194,7 @@ class _Work:
             "parents": {"state": opened.commit.meta_sha256},
             "parts": parts,
         }
-        self.objects: dict[str, Any] = {}
+        self.objects: Fields = {}
         """Small objects by role, as the metadata lists them."""
         self.copied: list[int] = []
         """Rows, in the old file table, of files that are copied byte by byte."""
@@ -211,7 +206,11 @@ class _Work:
         self.keys = [*self.plan.keys, *(files.keys[row] for row in self.copied)]
         """Keys of all objects, relative to the attempt: planned ones, then copied ones."""
         self.sizes = [*self.plan.sizes.tolist(), *(files.sizes[row] for row in self.copied)]
-        self._heads = [file.header for rank in ranks for file in self.plan.rank(rank).files]
+        self._heads = [
+            file.header
+            for rank, own in enumerate(columns)
+            for file in RankPlan.decode(self.plan.wire(rank), own).files
+        ]
         self._made, self._total, self._lock = 0, sum(self.sizes), threading.Lock()
 
     def part(self, file: int, start: int, stop: int) -> memoryview:
@@ -260,9 +259,7 @@ def _texts(value: Any) -> list[str]:
     return [text for part in inner for text in _texts(part)]
 
 
-def _standing(
-    storage: Store, path: str, header: dict[str, Any], *, overwrite: bool
-) -> Commit | None:
+def _standing(storage: Store, path: str, header: Fields, *, overwrite: bool) -> Commit | None:
     """Return the commit at the target if it is the result of this rewrite; None if it is free."""
     try:
         earlier = open_state(storage.uri(path), storage)

@@ -8,13 +8,16 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (shards as boxes).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+Sides = tuple[int, ...]
+"""Shape, offsets or lengths: one number for each dimension."""
 I64 = NDArray[np.int64]
 """Counts, ids and coordinates."""
 Flags = NDArray[np.bool_]
@@ -26,11 +29,11 @@ MAX_ELEMENTS = 1 << 62
 class Box(NamedTuple):
     """A half-open box in the coordinates of a tensor; without dimensions: the scalar's element."""
 
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Sides
+    lengths: Sides
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def ends(self) -> Sides:
         """The first coordinates after the box."""
         return tuple(map(int.__add__, self.offsets, self.lengths))
 
@@ -75,10 +78,7 @@ def flat_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
 
     Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (decomposition of irregular shards).
     """
-    return _cut(tuple(lengths), start, stop)
-
-
-def _cut(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    shape = tuple(lengths)
     if start >= stop:
         return []
     if not shape:
@@ -89,15 +89,15 @@ def _cut(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
     if first == last:
-        return _under(first, _cut(shape[1:], head, tail))
+        return _under(first, flat_boxes(shape[1:], head, tail))
     boxes = []
     if head:
-        boxes += _under(first, _cut(shape[1:], head, inner))
+        boxes += _under(first, flat_boxes(shape[1:], head, inner))
         first += 1
     if last > first:
         boxes.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
     if tail:
-        boxes += _under(last, _cut(shape[1:], 0, tail))
+        boxes += _under(last, flat_boxes(shape[1:], 0, tail))
     return boxes
 
 
@@ -150,6 +150,19 @@ def run_sums(values: I64, starts: I64) -> I64:
     if not len(starts):
         return np.zeros(0, np.int64)
     return np.add.reduceat(values, starts).astype(np.int64)
+
+
+def cut(values: Any, counts: I64) -> list[Any]:
+    """Return consecutive parts of a sequence or array; `counts` [k] are their lengths."""
+    bounds = [0, *np.cumsum(counts).tolist()]
+    return [values[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+def host_numbers(hosts: Sequence[int] | None, ranks: int) -> I64:
+    """Return [ranks]: the host of each rank, counted from 0; None is one host for all."""
+    if hosts is None:
+        return np.zeros(ranks, np.int64)
+    return np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
 
 
 def before(counts: I64) -> I64:

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import I64, Box, box_of
-from planish.checkpoint.format.strict_json import JSON_GROWTH, FormatFault
+from planish.checkpoint.format.geometry import I64, Box, Sides
+from planish.checkpoint.format.strict_json import JSON_GROWTH, Fields, FormatFault, Values
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class TensorSpec:
     fqn: str
     """Canonical name, without the prefixes of wrappers."""
     dtype: str
-    shape: tuple[int, ...]
+    shape: Sides
 
 
 _KEY = attrgetter("role", "kind", "fqn")
@@ -122,7 +122,7 @@ class TensorTable:
             tuple([spec.fqn for spec in specs]),
             dtypes,
             dims,
-            padded(shapes, dims, 1),
+            padded(shapes, dims, int(dims.max(initial=0)), 1),
         )
 
     def __len__(self) -> int:
@@ -154,19 +154,15 @@ class TensorTable:
         """Return a tensor's name for messages."""
         return quoted_name(self.roles[row], self.kinds[row], self.fqns[row])
 
-    def pad(self, sides: Sequence[tuple[int, ...]], owners: I64, value: int) -> I64:
+    def pad(self, sides: Sequence[Sides], owners: I64, value: int) -> I64:
         """Return [k, max_dims]: padded offsets or lengths; box i is of tensor `owners[i]`."""
-        return padded(sides, self.dims[owners], value, width=self.max_dims)
+        return padded(sides, self.dims[owners], self.max_dims, value)
 
 
-def padded(
-    rows: Sequence[tuple[int, ...]], dims: I64, value: int, *, width: int | None = None
-) -> I64:
+def padded(rows: Sequence[Sides], dims: I64, width: int, value: int) -> I64:
     """Return [len(rows), width] int64; `value` fills the missing columns of shorter rows."""
-    widest = int(dims.max(initial=0)) if width is None else width
-    return pad(
-        np.fromiter(chain.from_iterable(rows), np.int64, int(dims.sum())), dims, widest, value
-    )
+    flat = np.fromiter(chain.from_iterable(rows), np.int64, int(dims.sum()))
+    return pad(flat, dims, width, value)
 
 
 def pad(flat: I64, dims: I64, width: int, value: int) -> I64:
@@ -185,6 +181,8 @@ def refuse_beyond(
 
     `width` is the most dimensions of a tensor; `other_bytes` counts names, checksums and JSON.
     """
+    if width > MAX_DIMS:
+        raise FormatFault(f"a tensor of {width} dimensions")
     needed = shards * (128 + 32 * width) + tensors * (704 + 8 * width) + 640 * files
     needed += JSON_GROWTH * other_bytes
     if needed > max_bytes:
@@ -194,13 +192,26 @@ def refuse_beyond(
         )
 
 
+def renamed(kind: str, fqn: str, rename: Callable[[str], str] | None) -> str:
+    """Return the stored name of a tensor, for a `rename` of parameters and buffers.
+
+    The tensor of an optimizer is `<parameter>.<state>`.
+    """
+    if rename is None or kind not in ("model", "optim"):
+        return fqn
+    if kind == "model":
+        return rename(fqn)
+    parameter, dot, state = fqn.rpartition(".")
+    return f"{rename(parameter)}{dot}{state}" if dot else fqn
+
+
 def quoted_name(role: str, kind: str, fqn: str) -> str:
     """Return a tensor's name for messages, without the role if it is `main`."""
     return f"`{kind}.{fqn}`" if role == "main" else f"`{role}: {kind}.{fqn}`"
 
 
-Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
-"""Called with the loaded (shared, own) values; puts them into the state."""
+Finish = Callable[[Values], None]
+"""Called with the loaded small values by name; puts them into the state."""
 
 
 @dataclass(slots=True)
@@ -229,13 +240,13 @@ class Collected:
     """Result of an adapter for one role's state on this rank."""
 
     items: Sequence[LocalItem]
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: Fields = field(default_factory=dict)
     """Small values equal on all ranks; written once for the role."""
-    own: dict[str, Any] = field(default_factory=dict)
+    own: Fields = field(default_factory=dict)
     """Small values of this rank alone: states of random generators."""
     loader: Any = None
     """`loader_state.LoaderState` of ranks that read data, else None."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Fields = field(default_factory=dict)
     """JSON that a load needs before it plans (`aliases` of tied weights); rank 0's is stored."""
     finish: list[Finish] = field(default_factory=list)
     """Functions that a load calls in order, once every item has been filled."""
@@ -291,12 +302,6 @@ class Columns:
         """[b], the tensor of each box."""
         return np.repeat(self.item_tensor, np.diff(self.item_starts))
 
-    def boxes(self, item: int) -> tuple[Box, ...]:
-        """Return the boxes of an item."""
-        dims = int(self.tensors.dims[self.item_tensor[item]])
-        rows = range(int(self.item_starts[item]), int(self.item_starts[item + 1]))
-        return tuple(box_of(self.offsets[row], self.lengths[row], dims) for row in rows)
-
     def encode(self) -> bytes:
         """Return the columns as bytes; equal columns give equal bytes."""
         table = self.tensors
@@ -350,9 +355,7 @@ class Columns:
         return hashlib.sha256(self.encode()).digest()
 
 
-def pack_columns(
-    head: Mapping[str, Any], columns: Mapping[str, NDArray[Any] | Sequence[str]]
-) -> bytes:
+def pack_columns(head: Values, columns: Mapping[str, NDArray[Any] | Sequence[str]]) -> bytes:
     """Return JSON, and columns of numbers or texts of any lengths, as one Arrow message.
 
     Equal content gives equal bytes. Ranks send each other such messages to plan.
@@ -376,7 +379,7 @@ def pack_columns(
     return bytes(sink.getvalue())
 
 
-def unpack_columns(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def unpack_columns(data: bytes) -> tuple[Fields, Fields]:
     """Undo `pack_columns`; the columns are read-only arrays."""
     import pyarrow as pa
 
@@ -384,8 +387,8 @@ def unpack_columns(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 
     reader = pa.ipc.open_stream(data)
     batch = reader.read_next_batch()
-    head: dict[str, Any] = json.loads(reader.schema.metadata[b"head"])
-    found: dict[str, Any] = {}
+    head: Fields = json.loads(reader.schema.metadata[b"head"])
+    found: Fields = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         is_text = column.values.type == pa.string()
         values = column.values.to_pylist() if is_text else arrow.to_numpy(column.values)

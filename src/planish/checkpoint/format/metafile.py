@@ -30,7 +30,7 @@ from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format import version_1
 from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, volumes
 from planish.checkpoint.format.items import ITEM_BYTES, KINDS, TensorTable
-from planish.checkpoint.format.strict_json import FormatFault
+from planish.checkpoint.format.strict_json import Fields, FormatFault
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 BLOCK = 1 << 20
@@ -187,13 +187,13 @@ class Shards:
 class Metadata:
     """All of a checkpoint but its data: the content of `meta/global.bin`."""
 
-    header: dict[str, Any]
+    header: Fields
     """JSON: step, roles, layout, parents, attributes, versions. It has no time, attempt or process,
     so that equal states give equal bytes."""
     tensors: TensorTable
     files: FileTable
     shards: Shards
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: Fields = field(default_factory=dict)
     """JSON: role -> keys of its small objects, as in `small_objects`."""
 
     @property

@@ -10,16 +10,15 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 
 from planish.base.errors import CheckpointCorrupt
-from planish.checkpoint.format.geometry import I64, Box
+from planish.checkpoint.format.geometry import I64, Box, Sides
 from planish.checkpoint.format.items import ITEM_BYTES, MAX_DIMS
-from planish.checkpoint.format.strict_json import FormatFault, dump_json, load_json
+from planish.checkpoint.format.strict_json import FormatFault, are_counts, dump_json, load_json
 
 MAX_HEADER_BYTES = 100_000_000
 """Largest header that safetensors libraries accept."""
@@ -43,7 +42,7 @@ class NewEntry(NamedTuple):
     name: str
     dtype: str
     """Key of `ITEM_BYTES`: the type of the tensor, not of its storage."""
-    shape: tuple[int, ...]
+    shape: Sides
 
     @property
     def nbytes(self) -> int:
@@ -51,12 +50,11 @@ class NewEntry(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class StoredEntry:
+class StoredEntry(NamedTuple):
     """One entry as the header of a file describes it."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Sides
     start: int
     stop: int
 
@@ -159,17 +157,14 @@ def _entry(name: str, raw: Any, data_start: int) -> StoredEntry:
     dtype, shape, places = raw["dtype"], raw["shape"], raw["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise FormatFault(f"entry {name!r:.120} has unknown type {dtype!r:.40}")
-    if not _is_counts(shape) or len(shape) > MAX_DIMS or not _is_counts(places):
+    lists = isinstance(shape, list) and isinstance(places, list)
+    if not lists or not are_counts([*shape, *places]) or len(shape) > MAX_DIMS:
         raise FormatFault(f"entry {name!r:.120} must have counts as shape and places")
     if len(places) != 2 or places[1] - places[0] != math.prod(shape) * ITEM_BYTES[dtype]:
         raise FormatFault(
             f"entry {name!r:.120} at {places!r:.60} must fit its shape {shape!r:.80} of {dtype}"
         )
     return StoredEntry(dtype, tuple(shape), data_start + places[0], data_start + places[1])
-
-
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
 
 
 def _corrupt(file: str, reason: str) -> CheckpointCorrupt:

@@ -18,12 +18,13 @@ one key that begins with `!`; bytes, arrays and tensors follow the JSON text in 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -32,7 +33,7 @@ import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch
 from planish.checkpoint.format.items import ITEM_BYTES, MAX_DIMS, TORCH_TYPES, Collected
-from planish.checkpoint.format.strict_json import FormatFault, load_json
+from planish.checkpoint.format.strict_json import Fields, FormatFault, load_json
 
 if TYPE_CHECKING:
     import torch
@@ -105,37 +106,36 @@ def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:
     `claims[r]` are those of rank r. `LayoutMismatch` names the loader shards that several ranks
     offer with different contents.
     """
-    claimed: dict[str, dict[int, Claim]] = {}
+    ranks = defaultdict[str, list[int]](list)
     for rank, mine in enumerate(claims):
         for claim in mine:
-            claimed.setdefault(claim.key, {})[rank] = claim
-    wrong = []
-    for key, by_rank in claimed.items():
-        place = next(iter(by_rank.values())).place
-        if place == "shard" and len({claim.digest for claim in by_rank.values()}) > 1:
-            wrong.append(f"`{key}` by ranks {sorted(by_rank)}")
+            ranks[claim.key].append(rank)
+    wrong = [f"`{key}` by ranks {ranks[key]}" for key in _different(claims, ("shard",))]
     if wrong:
         raise LayoutMismatch(
             "a loader shard must belong to one rank, or be equal on all that have it, got "
-            + "; ".join(sorted(wrong))
+            + "; ".join(wrong)
             + "; set `dp_rank` and `is_owner` of the loaders"
         )
-    return {key: min(by_rank) for key, by_rank in claimed.items() if len(by_rank) > 1}
+    return {key: some[0] for key, some in ranks.items() if len(some) > 1}
 
 
 def differing(claims: Sequence[Sequence[Claim]]) -> list[str]:
     """Return the keys of replicated objects whose contents differ between ranks."""
-    digests: dict[str, set[str]] = {}
-    for mine in claims:
-        for claim in mine:
-            if claim.place in ("shared", "common"):
-                digests.setdefault(claim.key, set()).add(claim.digest)
+    return _different(claims, ("shared", "common"))
+
+
+def _different(claims: Sequence[Sequence[Claim]], places: tuple[str, ...]) -> list[str]:
+    digests = defaultdict[str, set[str]](set)
+    for claim in itertools.chain.from_iterable(claims):
+        if claim.place in places:
+            digests[claim.key].add(claim.digest)
     return sorted(key for key, found in digests.items() if len(found) > 1)
 
 
-def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
+def list_objects(written: Mapping[int, Sequence[Claim]]) -> Fields:
     """Return `Metadata.objects` for rank -> the small objects that it has written."""
-    found: dict[str, Any] = {}
+    found: Fields = {}
     claims = [(claim, rank) for rank, mine in written.items() for claim in mine]
     for claim, rank in sorted(claims, key=lambda pair: (pair[0].key, pair[1])):
         mine = found.setdefault(claim.role, {})
@@ -143,12 +143,12 @@ def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
             mine["shared"] = claim.key
         elif claim.place == "own":
             mine.setdefault("own", {})[str(rank)] = claim.key
-        elif claim.place == "common":
-            mine.setdefault("loader", {"shards": []})["common"] = claim.key
         else:
-            mine.setdefault("loader", {"shards": []})["shards"].append(
-                {"key": claim.key, **(claim.listed or {})}
-            )
+            loader = mine.setdefault("loader", {"shards": []})
+            if claim.place == "common":
+                loader["common"] = claim.key
+            else:
+                loader["shards"].append({"key": claim.key, **(claim.listed or {})})
     return found
 
 
@@ -241,10 +241,10 @@ class _Writer:
             for key, v in value.items()
         ]
         if kind is OrderedDict:
-            return {"!ordered": [list(pair) for pair in pairs]}
+            return {"!ordered": pairs}
         if all(type(key) is str and not key.startswith("!") for key in value):
             return dict(pairs)
-        return {"!map": [list(pair) for pair in pairs]}
+        return {"!map": pairs}
 
     def _key(self, key: Any, path: str, depth: int) -> Any:
         if type(key) is tuple:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
+Values: TypeAlias = Mapping[str, Any]
+"""Values by name; only read."""
+Fields: TypeAlias = dict[str, Any]
+"""Values by name."""
 JSON_GROWTH = 48
 """Upper bound of the bytes in memory per byte of parsed JSON."""
 
@@ -19,6 +24,11 @@ def dump_json(value: Any) -> bytes:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, RecursionError) as error:
         raise ValueError(f"must be plain JSON, got {error}") from error
+
+
+def are_counts(values: Iterable[object]) -> bool:
+    """Return whether all values are whole numbers from 0 to below 2**62."""
+    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
 def load_json(data: bytes) -> Any:

@@ -18,16 +18,15 @@ Columns: `tensor.role`, `.kind`, `.dtype`, `file.algorithm` (numbers of names th
 from __future__ import annotations
 
 import hashlib
-import itertools
 import struct
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planish.checkpoint.format.geometry import I64
-from planish.checkpoint.format.items import MAX_DIMS, TensorTable, refuse_beyond
-from planish.checkpoint.format.strict_json import JSON_GROWTH, FormatFault, load_json
+from planish.checkpoint.format.geometry import I64, cut
+from planish.checkpoint.format.items import TensorTable, refuse_beyond
+from planish.checkpoint.format.strict_json import JSON_GROWTH, Fields, FormatFault, load_json
 
 MAGIC = b"PLNSHCKP"
 _FIXED = struct.Struct("<8sII")
@@ -35,7 +34,7 @@ _DIGEST_BYTES = 32
 _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
-def read(data: bytes, max_bytes: int) -> dict[str, Any]:
+def read(data: bytes, max_bytes: int) -> Fields:
     """Return unchecked fields of `metafile.Metadata`, as `version_2.read`."""
     body = memoryview(data)[:-_DIGEST_BYTES]
     if len(body) < _FIXED.size:
@@ -56,10 +55,8 @@ def read(data: bytes, max_bytes: int) -> dict[str, Any]:
         raise FormatFault(f"{type(fault).__name__} {fault!s:.200}") from None
 
 
-def _tables(head: dict[str, Any], columns: _Columns, max_bytes: int) -> dict[str, Any]:
+def _tables(head: Fields, columns: _Columns, max_bytes: int) -> Fields:
     width = int(columns["tensor.dims"].max(initial=0))
-    if width > MAX_DIMS:
-        raise FormatFault(f"a tensor of {width} dimensions")
     names = ("shard.tensor", "tensor.dims", "file.size")
     shards, count, num_files = (len(columns[name]) for name in names)
     rest = sum(len(columns[name]) for name in ("tensor.names", "file.keys", "file.crcs"))
@@ -77,12 +74,11 @@ def _tables(head: dict[str, Any], columns: _Columns, max_bytes: int) -> dict[str
     blocks = -(-sizes // (1 << 20))
     if int(blocks.max(initial=0)) > len(crcs) or int(blocks.sum()) != len(crcs):
         raise FormatFault(f"{len(crcs)} checksums do not fit the sizes of {len(sizes)} files")
-    bounds = [0, *np.cumsum(blocks).tolist()]
     files = (
         columns.texts("file.key_size", "file.keys", num_files),
         sizes.tolist(),
         list(columns.choices("file.algorithm", head["algorithms"], num_files)),
-        [crcs[low:high] for low, high in itertools.pairwise(bounds)],
+        cut(crcs, blocks),
     )
     owner = columns.counts("shard.tensor")
     rows = [columns.counts(f"shard.{name}", shards) for name in ("file", "start", "bytes")]
@@ -130,8 +126,7 @@ class _Columns(dict[str, NDArray[Any]]):
         text, counts = self[pool].tobytes().decode(), self.counts(sizes, count)
         if int(counts.max(initial=0)) > len(text) or int(counts.sum()) != len(text):
             raise FormatFault(f"column `{sizes}` does not fit `{pool}`")
-        bounds = [0, *np.cumsum(counts).tolist()]
-        return [text[low:high] for low, high in itertools.pairwise(bounds)]
+        return cut(text, counts)
 
     def ragged(self, prefix: str, dims: I64, width: int, fill: int) -> I64:
         result = np.full((len(dims), width), fill, np.int64)

@@ -11,7 +11,6 @@ It is an Arrow IPC file, compressed with zstd, of one row::
 
 from __future__ import annotations
 
-import itertools
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,9 @@ import numpy as np
 import pyarrow as pa
 
 from planish.base import arrow
-from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.geometry import I64, cut, volumes
 from planish.checkpoint.format.items import (
     ITEM_BYTES,
-    MAX_DIMS,
     TensorTable,
     pad,
     refuse_beyond,
@@ -124,14 +122,12 @@ def read(data: bytes, max_bytes: int) -> dict[str, Any]:
     if batch.num_rows != 1 or any(map(_has_nulls, batch.columns)):
         raise FormatFault("must have one row without nulls")
     facts = batch.column("facts")[0].as_py()
-    tables = {name: batch.column(name).flatten() for name in ("tensors", "files", "shards")}
     tensors, files, shards = (
-        dict(zip(table.type.names, table.flatten(), strict=True)) for table in tables.values()
+        dict(zip(table.type.names, table.flatten(), strict=True))
+        for table in (batch.column(name).flatten() for name in ("tensors", "files", "shards"))
     )
     dims, blocks = _counts(tensors["shape"]), _counts(files["crcs"])
     width, crcs = int(dims.max(initial=0)), arrow.to_numpy(files["crcs"].flatten())
-    if width > MAX_DIMS:
-        raise FormatFault(f"a tensor of {width} dimensions")
     rest = len(facts) + tensors["fqn"].nbytes + files["key"].nbytes + crcs.nbytes
     owner = arrow.to_numpy(shards["tensor"])
     refuse_beyond(max_bytes - needed, len(owner), len(dims), len(blocks), width, rest)
@@ -140,7 +136,7 @@ def read(data: bytes, max_bytes: int) -> dict[str, Any]:
     offset, length = (arrow.to_numpy(batch.column(n).flatten()) for n in ("offset", "length"))
     if not len(offset) == len(length) == int(dims[owner].sum()):
         raise FormatFault("a shard must have the dimensions of its tensor")
-    head, bounds = load_json(facts.encode()), [0, *np.cumsum(blocks).tolist()]
+    head = load_json(facts.encode())
     if not isinstance(head, dict) or head.keys() != {"header", "objects"}:
         raise FormatFault("its facts must be `header` and `objects`")
     roles, kinds, fqns, dtypes = (
@@ -160,7 +156,7 @@ def read(data: bytes, max_bytes: int) -> dict[str, Any]:
         ),
         "files": (
             *(files[name].to_pylist() for name in ("key", "size", "algorithm")),
-            [crcs[low:high] for low, high in itertools.pairwise(bounds)],
+            cut(crcs, blocks),
         ),
         "shards": (
             *(owner, arrow.to_numpy(shards["file"]), arrow.to_numpy(shards["start"])),

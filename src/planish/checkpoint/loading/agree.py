@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from planish.base.errors import (
     ShapeMismatch,
     UnexpectedKeys,
 )
-from planish.checkpoint.format.items import PARTS, Columns, LocalItem, quoted_name
+from planish.checkpoint.format.items import PARTS, Columns, LocalItem, quoted_name, renamed
 from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.strict_json import Values
 from planish.checkpoint.loading.reader import Opened, check_objects
 from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.reads import RankPart, RankReads, assemble
@@ -108,13 +109,7 @@ def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptio
         spec = item.tensor
         if spec.kind not in options.parts:
             continue
-        fqn, rename = spec.fqn, options.map_fqn
-        if rename is not None and spec.kind == "model":
-            fqn = rename(fqn)
-        elif rename is not None and spec.kind == "optim" and "." in fqn:
-            # `map_fqn` maps names of parameters; an optimizer's tensor is `<parameter>.<state>`.
-            parameter, _, state = fqn.rpartition(".")
-            fqn = f"{rename(parameter)}.{state}"
+        fqn = renamed(spec.kind, spec.fqn, options.map_fqn)
         row = metadata.tensor_ids.get((spec.role, spec.kind, fqn))
         name = quoted_name(spec.role, spec.kind, spec.fqn)
         if row is None:
@@ -139,7 +134,7 @@ def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptio
 
 def judge(
     metadata: Metadata,
-    findings: Sequence[Mapping[str, Any]],
+    findings: Sequence[Values],
     wanted: Iterable[Key],
     options: LoadOptions,
 ) -> tuple[list[str], list[str]]:
@@ -187,8 +182,7 @@ def judge(
     return [*missing, *absent], unexpected
 
 
-@dataclass(frozen=True)
-class JobPlan:
+class JobPlan(NamedTuple):
     """Plan of one rank for a load."""
 
     reads: RankReads
@@ -231,10 +225,8 @@ def plan_job(
 
     head, _, wire = call.deal(plan, "plan").partition(b"\n")
     mine = match(opened.metadata, columns)
-    if wire:
-        reads = assemble(opened.metadata, RankPart.decode(wire), mine)
-    else:
-        reads = share_reads(opened.metadata, [mine]).rank(opened.metadata, 0, mine)
+    part = RankPart.decode(wire) if wire else share_reads(opened.metadata, [mine]).part(0)
+    reads = assemble(opened.metadata, part, mine)
     return JobPlan(reads, **json.loads(head))
 
 
@@ -242,7 +234,7 @@ def _plan_for_all(
     opened: Opened,
     options: LoadOptions,
     hosts: Sequence[int],
-    findings: Sequence[Mapping[str, Any]],
+    findings: Sequence[Values],
     wishes: Sequence[bytes],
 ) -> list[bytes]:
     """Return each rank's plan: a line of JSON, then its `RankPart` if ranks share reads."""

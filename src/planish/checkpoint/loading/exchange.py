@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from planish.base.errors import PeerLost
 from planish.checkpoint.format.geometry import I64
 from planish.checkpoint.format.metafile import as_bytes
-from planish.checkpoint.loading.fill import Bytes, PieceList, Targets
+from planish.checkpoint.loading.fill import Array, PieceList, Targets
 from planish.checkpoint.loading.read_pool import RING, ReadPool, Rounds
 from planish.checkpoint.plan.reads import Pieces, RankReads
 from planish.checkpoint.watch.monitor import Recorder
@@ -87,7 +87,7 @@ class Exchange:
             told, bases = np.array(places, np.int64).reshape(-1, 2).T.copy()
             mine = reads.asks.take(reads.readers == source)
             heard = np.zeros(len(mine), np.int64)
-            self._swap(peer, told.view(np.uint8), source, heard.view(np.uint8))
+            self._swap(peer, told, source, heard)
             in_ring = replace(asked[peer], source=asked[peer].source + bases)
             self._out[peer] = _Messages(in_ring, told)
             self._in[source] = _Messages(mine, heard)
@@ -102,7 +102,18 @@ class Exchange:
                 if failed:
                     raise Stopped
                 for peer, source in self._steps():
-                    self._swap_messages(turn, peer, source, pool, targets, recorder)
+                    out, num_sent = self._out[peer].of(turn)
+                    into, num_received = self._in[source].of(turn)
+                    if not out and not into:
+                        continue
+                    with recorder.stage("exchange", num_bytes=num_received):
+                        sent = np.empty(num_sent, np.uint8)
+                        received = np.empty(num_received, np.uint8)
+                        self._out[peer].pieces.pack(out, pool.ring, sent)
+                        self._swap(peer, sent, source, received, turn + 1)
+                        self.num_bytes += num_received
+                        pool.modified |= bool(into)
+                        self._in[source].pieces.unpack(into, received, targets)
                 pool.open_rounds(turn + 1 + RING)
         finally:
             # Without the group, members that still wait for this one fail at once.
@@ -120,42 +131,22 @@ class Exchange:
         """Send `source` the pieces that it reads for this rank; return those that `peer` wants."""
         mine = reads.asks.take(reads.readers == source).asked()
         count = np.zeros(1, np.int64)
-        self._swap(source, np.array([len(mine)]).view(np.uint8), peer, count.view(np.uint8))
+        self._swap(source, np.array([len(mine)]), peer, count)
         theirs = np.zeros((int(count[0]), mine.shape[1]), np.int64)
-        self._swap(source, as_bytes(mine), peer, as_bytes(theirs))
+        self._swap(source, mine, peer, theirs)
         return Pieces.from_asked(theirs)
 
-    def _swap_messages(
-        self,
-        turn: int,
-        peer: int,
-        source: int,
-        pool: ReadPool,
-        targets: Targets,
-        recorder: Recorder,
-    ) -> None:
-        out, num_sent = self._out[peer].of(turn)
-        into, num_received = self._in[source].of(turn)
-        if not out and not into:
-            return
-        with recorder.stage("exchange", num_bytes=num_received):
-            sent, received = np.empty(num_sent, np.uint8), np.empty(num_received, np.uint8)
-            self._out[peer].pieces.pack(out, pool.ring, sent)
-            self._swap(peer, sent, source, received, turn + 1)
-            self.num_bytes += num_received
-            pool.modified |= bool(into)
-            self._in[source].pieces.unpack(into, received, targets)
-
-    def _swap(self, peer: int, sent: Bytes, source: int, received: Bytes, tag: int = 0) -> None:
+    def _swap(self, peer: int, sent: Array, source: int, received: Array, tag: int = 0) -> None:
         """Send to one member while receiving from another; an empty message is not sent."""
         works = []
         with _peers():
             if len(received):
-                target = torch.from_numpy(received)
+                target = torch.from_numpy(as_bytes(received))
                 works.append(self._group.recv([target], self._members.index(source), tag))
             if len(sent):
                 place = self._members.index(peer)
-                works.append(self._group.send([torch.from_numpy(sent)], place, tag))
+                data = torch.from_numpy(as_bytes(sent))
+                works.append(self._group.send([data], place, tag))
             for work in works:
                 work.wait()
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.adapters.loader_state import LoaderState, sources
 from planish.checkpoint.format.items import Collected
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
+from planish.checkpoint.format.strict_json import Fields, Values
 from planish.checkpoint.loading.agree import LoadOptions
 from planish.checkpoint.loading.reader import BlockReader
 
@@ -25,26 +26,23 @@ if TYPE_CHECKING:
 class Extras:
     """Decoded small values, by role."""
 
-    shared: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Role -> values that are equal on all ranks."""
-    own: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Role -> values saved by the rank of the same number; empty if there was none."""
+    values: dict[str, Fields] = field(default_factory=dict)
+    """Role -> values that are equal on all ranks, and values saved by the rank of this number."""
     loader: dict[str, LoaderState] = field(default_factory=dict)
     """Role -> loader state of all saving ranks; without the role if there is none."""
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """Keys of the small objects of one role; a key is empty if there is no object."""
 
     shared: str
     own: Mapping[str, str]
     common: str
-    shards: tuple[Mapping[str, Any], ...]
+    shards: tuple[Values, ...]
     """Key and index of each shard of the loader."""
 
 
-def names_of(objects: Mapping[str, Any], role: str) -> Names:
+def names_of(objects: Values, role: str) -> Names:
     """Return the keys of a role's small objects, from `Metadata.objects`."""
     listed = objects.get(role, {})
     try:
@@ -62,6 +60,13 @@ def names_of(objects: Mapping[str, Any], role: str) -> Names:
     )
 
 
+def read_shared(reader: BlockReader, role: str) -> Fields:
+    """Return the values of a role that all ranks share; {} if there are none."""
+    key = names_of(reader.opened.metadata.objects, role).shared
+    shared = decode_extra(reader.read_file(key), file=key) if key else {}
+    return shared if isinstance(shared, dict) else {}
+
+
 def read_extras(
     reader: BlockReader,
     collected: Mapping[str, Collected],
@@ -73,7 +78,7 @@ def read_extras(
     def decoded(key: str, data: bytes) -> Any:
         return decode_extra(data, allow_pickle=options.allow_pickle, file=key)
 
-    def by_name(key: str, data: bytes) -> dict[str, Any]:
+    def by_name(key: str, data: bytes) -> Fields:
         value = decoded(key, data)
         if not isinstance(value, dict):
             raise CheckpointCorrupt(f"`{key}` must hold values by name, got {value!r:.80}")
@@ -81,13 +86,13 @@ def read_extras(
 
     extras, data = Extras(), b""
     names: dict[str, Names] = {}
-    shards: dict[str, list[Mapping[str, Any]]] = {}
+    shards: dict[str, list[Values]] = {}
     with call.settled("extras"):
         for role in sorted(collected):
             mine = names[role] = names_of(reader.opened.metadata.objects, role)
             key, loader = mine.own.get(str(call.rank), ""), collected[role].loader
             if "extra" in options.parts and key:
-                extras.own[role] = by_name(key, reader.read_file(key))
+                extras.values[role] = by_name(key, reader.read_file(key))
             if "loader" in options.parts and mine.common and loader is not None:
                 ranks = [shard.get("dp_rank") for shard in mine.shards]
                 saved = 1 + max((rank for rank in ranks if type(rank) is int), default=0)
@@ -108,7 +113,8 @@ def read_extras(
     content = decode_extra(call.broadcast(data, "extras.data"))
     for role, mine in names.items():
         if mine.shared in content:
-            extras.shared[role] = by_name(mine.shared, content[mine.shared])
+            shared = by_name(mine.shared, content[mine.shared])
+            extras.values[role] = {**shared, **extras.values.get(role, {})}
         if mine.common in content and role in shards:
             common = decoded(mine.common, content[mine.common])
             extras.loader[role] = LoaderState.from_data(common, shards[role])

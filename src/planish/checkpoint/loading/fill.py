@@ -88,12 +88,6 @@ class PieceList:
         target[place] = value.reshape(tuple(extent[:dims]))
 
 
-def rows_by_request(pieces: Pieces, num_requests: int) -> list[range]:
-    """Return, for each request, the rows of pieces that are sorted by request."""
-    bounds = np.searchsorted(pieces.request, np.arange(num_requests + 1)).tolist()
-    return [range(bounds[i], bounds[i + 1]) for i in range(num_requests)]
-
-
 def numpy_targets(arrays: Sequence[Array], boxes: Sequence[Sequence[Box]]) -> Targets:
     """Return targets for one array per item, in the shape of its box or 1-D, box after box."""
     return [

@@ -8,6 +8,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 4.1 (reads overlapped with the
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.loading.fill import Bytes, PieceList, Targets, rows_by_request
+from planish.checkpoint.loading.fill import Bytes, PieceList, Targets
 from planish.checkpoint.loading.reader import BlockReader
 from planish.checkpoint.plan.reads import RankReads
 from planish.checkpoint.watch.monitor import Recorder, Timing
@@ -70,7 +71,9 @@ class ReadPool:
         self.ring: Bytes = np.zeros(0, np.uint8)
         self._error: BaseException | None = None
         self._copies = PieceList(reads.copies)
-        self._rows = rows_by_request(reads.copies, len(reads.requests))
+        # Pieces are sorted by request.
+        bounds = np.searchsorted(reads.copies.request, np.arange(len(reads.requests) + 1)).tolist()
+        self._rows = [range(*pair) for pair in itertools.pairwise(bounds)]
         self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
 

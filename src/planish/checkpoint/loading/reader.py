@@ -9,6 +9,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (global metadata first, th
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planish.base.errors import (
@@ -26,6 +27,10 @@ from planish.store import Store, open_store
 
 MAX_DECODED_BYTES = 16 << 30
 """Most bytes of decoded metadata, enough for about 100 million shards; more is refused."""
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and in all."""
+MAX_FILE_BYTES = 1 << 30
+"""Largest file that `read_file` reads."""
 _TRIES = 3
 
 
@@ -43,6 +48,11 @@ class Opened:
     def uri(self) -> str:
         """URI of the checkpoint."""
         return self.storage.uri(self.path)
+
+    @property
+    def roles(self) -> list[str]:
+        """Names of the roles that have tensors, sorted."""
+        return sorted(set(self.metadata.tensors.roles))
 
     @property
     def pin(self) -> str:
@@ -177,14 +187,14 @@ class BlockReader:
         self.check(file, first, data)
         return data[start - first : stop - first]
 
-    def read_file(self, name: str, limit: int = 1 << 30) -> bytes:
+    def read_file(self, name: str) -> bytes:
         """Return the verified bytes of a whole file; `name` is relative to the attempt."""
         table = self.opened.metadata.files
         row = table.keys.index(name) if name in table.keys else -1
-        if row < 0 or table.sizes[row] > limit:
+        if row < 0 or table.sizes[row] > MAX_FILE_BYTES:
             seen = f"{table.sizes[row]} bytes" if row >= 0 else "none"
             raise CheckpointCorrupt(
-                f"`{name}` must be a file of at most {limit} bytes, got {seen}", file=name
+                f"`{name}` must be a file of at most {MAX_FILE_BYTES} bytes, got {seen}", file=name
             )
         return bytes(self.read(row, 0, table.sizes[row]))
 

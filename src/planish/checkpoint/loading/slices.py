@@ -12,13 +12,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from planish.base.errors import MissingKeys
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
 from planish.checkpoint.loading.fill import RAW, Array, numpy_targets
 from planish.checkpoint.loading.read_pool import ReadPool
 from planish.checkpoint.loading.reader import BlockReader, Opened
 from planish.checkpoint.plan.match import match
+from planish.checkpoint.plan.reads import assemble
 from planish.checkpoint.plan.share import share_reads
 from planish.checkpoint.watch.monitor import Recorder
 
@@ -64,16 +64,6 @@ class SliceReader:
         self.reader = reader or BlockReader(opened)
         self.num_threads = num_threads or min(4, 2 * (os.cpu_count() or 1))
 
-    def spec(self, fqn: str, *, kind: str = "model", role: str = "main") -> TensorSpec:
-        """Return a tensor of the checkpoint by name."""
-        row = self.opened.metadata.tensor_ids.get((role, kind, fqn))
-        if row is None:
-            raise MissingKeys(
-                f"`{self.opened.uri}` must hold `{kind}.{fqn}` of role `{role}`, but does not; "
-                "`info` lists what it holds"
-            )
-        return self.opened.metadata.tensors.spec(row)
-
     def read(self, tensor: TensorSpec, box: Box | None = None) -> Array:
         """Return one box (None: all) of a tensor, in the `RAW` type of its item size."""
         part = box or whole(tensor.shape)
@@ -88,7 +78,7 @@ class SliceReader:
         items = [LocalItem(part.tensor, part.boxes) for part in slices]
         metadata = self.opened.metadata
         mine = match(metadata, Columns.from_items(items))
-        reads = share_reads(metadata, [mine]).rank(metadata, 0, mine)
+        reads = assemble(metadata, share_reads(metadata, [mine]).part(0), mine)
         targets = numpy_targets(arrays, [part.boxes for part in slices])
         pool = ReadPool(self.reader, reads, targets, Recorder(0, "load"))
         pool.start(self.num_threads)

@@ -6,7 +6,6 @@ It needs no torch. Its memory is a few buffers of 16 MiB, for a checkpoint of an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -17,8 +16,7 @@ from planish.base.errors import CheckpointCorrupt, CheckpointError, CheckpointIn
 from planish.checkpoint.format.geometry import box_of
 from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.format.safetensors_file import entry_name, read_header
-from planish.checkpoint.loading.reader import BlockReader, check_objects, open_state
-from planish.store import Store
+from planish.checkpoint.loading.reader import BlockReader, Progress, check_objects, open_state
 
 Level = Literal["meta", "size", "crc"]
 LEVELS: tuple[Level, ...] = ("meta", "size", "crc")
@@ -59,8 +57,7 @@ def verify(
     place: str,
     level: Level = "crc",
     *,
-    storage: Store | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Check a committed checkpoint; its faults are in the report and do not raise.
 
@@ -75,7 +72,7 @@ def verify(
         raise ValueError(f"`level` must be one of {LEVELS}, got {level!r}")
     report = Report(place.partition("#")[0], level, num_objects=1)
     try:
-        opened = open_state(place, storage)
+        opened = open_state(place)
     except (CheckpointCorrupt, CheckpointIncomplete) as error:
         file = getattr(error, "file", "") or "meta/global.bin"
         report.faults.append(Fault(file, -1, str(error)))
@@ -114,21 +111,18 @@ def verify(
 def _check_range(reader: BlockReader, file: int, start: int, stop: int) -> list[Fault]:
     name = reader.opened.metadata.files.keys[file]
     data = np.empty(stop - start, np.uint8)
+    faults = []
     try:
         reader.fetch(file, start, data.data)
-        reader.check(file, start, data.data)
-        return []
-    except CheckpointCorrupt:
         # Check each block alone, to list all that are damaged.
-        faults = []
         for offset in range(0, len(data), BLOCK):
             try:
                 reader.check(file, start + offset, data[offset : offset + BLOCK].data)
             except CheckpointCorrupt as error:
                 faults.append(Fault(error.file, error.block, str(error)))
-        return faults
     except CheckpointError as error:
-        return [Fault(name, -1, str(error))]
+        faults.append(Fault(name, -1, str(error)))
+    return faults
 
 
 def _check_header(reader: BlockReader, file: int) -> list[Fault]:
@@ -139,20 +133,16 @@ def _check_header(reader: BlockReader, file: int) -> list[Fault]:
         entries = read_header(lambda end: bytes(reader.read(file, 0, end)), size, file=name)
     except CheckpointError as error:
         return [Fault(name, 0, str(error))]
-    faults = []
-    rows = np.flatnonzero(meta.shards.file == file).tolist()
+    seen = {key: (entry.start, entry.stop) for key, entry in entries.items()}
+    shards, faults = meta.shards, []
+    rows = np.flatnonzero(shards.file == file).tolist()
     for row in rows:
-        tensor = int(meta.shards.tensor[row])
-        dims = int(meta.tensors.dims[tensor])
-        box = box_of(meta.shards.offsets[row], meta.shards.lengths[row], dims)
-        wanted = entry_name(meta.tensors.fqns[tensor], box)
-        entry = entries.get(wanted)
-        start, nbytes = int(meta.shards.start[row]), int(meta.shards.nbytes[row])
-        if entry is None or (entry.start, entry.stop) != (start, start + nbytes):
-            seen = None if entry is None else (entry.start, entry.stop)
-            text = f"`{wanted}` must lie at {(start, start + nbytes)} of `{name}`, got {seen}"
-            faults.append(Fault(name, -1, text))
+        spec = meta.tensors.spec(int(shards.tensor[row]))
+        box = box_of(shards.offsets[row], shards.lengths[row], len(spec.shape))
+        key, start = entry_name(spec.fqn, box), int(shards.start[row])
+        wanted = start, start + int(shards.nbytes[row])
+        if seen.get(key) != wanted:
+            faults.append(f"`{key}` must lie at {wanted} of `{name}`, got {seen.get(key)}")
     if len(rows) != len(entries):
-        text = f"`{name}` must hold {len(rows)} entries, got {len(entries)}"
-        faults.append(Fault(name, -1, text))
-    return faults
+        faults.append(f"`{name}` must hold {len(rows)} entries, got {len(entries)}")
+    return [Fault(name, -1, text) for text in faults]

@@ -27,7 +27,7 @@ def refuse_gaps(
     Arguments are as for `cover_faults`; `name(row)` names a row of `shapes` in the error.
     """
     shown: dict[bool, str] = {}
-    for row, fault in sorted(cover_faults(shapes, owners, *sides, dims=dims).items()):
+    for row, fault in sorted(cover_faults(shapes, owners, *sides, dims).items()):
         shown.setdefault(fault.startswith("no box"), f"{name(row)}: {fault}")
     if shown:
         raise LayoutMismatch(
@@ -36,9 +36,7 @@ def refuse_gaps(
         )
 
 
-def cover_faults(
-    shapes: I64, owners: I64, offsets: I64, lengths: I64, *, dims: I64 | None = None
-) -> dict[int, str]:
+def cover_faults(shapes: I64, owners: I64, offsets: I64, lengths: I64, dims: I64) -> dict[int, str]:
     """Return the tensors that their boxes do not tile; each box must lie inside its tensor.
 
     Args:
@@ -46,20 +44,19 @@ def cover_faults(
         owners: [k], row of `shapes` of each box.
         offsets: [k, n], padded with 0.
         lengths: [k, n], at least 1; padded with 1.
-        dims: [t], true number of dimensions; None: n.
+        dims: [t], true number of dimensions.
 
     Returns:
         Row of `shapes` -> text of an overlap, or else of the first hole; tiled tensors are absent.
     """
-    true = np.full(len(shapes), shapes.shape[1]) if dims is None else dims
 
     def shape(tensor: int) -> str:
-        return str(tuple(shapes[tensor, : true[tensor]].tolist()))
+        return str(tuple(shapes[tensor, : dims[tensor]].tolist()))
 
     faults: dict[int, str] = {}
     for pair in _overlaps(owners, offsets, offsets + lengths):
         owner = int(owners[pair[0]])
-        texts = [box_text(offsets[box], lengths[box], int(true[owner])) for box in sorted(pair)]
+        texts = [box_text(offsets[box], lengths[box], int(dims[owner])) for box in sorted(pair)]
         faults[owner] = f"the boxes {' and '.join(texts)} of shape {shape(owner)} overlap"
     # Boxes without overlap leave a hole if they have fewer elements than the tensor.
     held = np.zeros(len(shapes), np.int64)
@@ -70,7 +67,7 @@ def cover_faults(
         if tensor not in faults:
             mine = order[bounds[tensor] : bounds[tensor + 1]]
             hole = _first_hole(shapes[tensor], offsets[mine], lengths[mine])
-            where = box_text(np.array(hole.offsets), np.array(hole.lengths), int(true[tensor]))
+            where = box_text(np.array(hole.offsets), np.array(hole.lengths), int(dims[tensor]))
             faults[tensor] = f"no box holds {where} of shape {shape(tensor)}"
     return faults
 

@@ -113,13 +113,6 @@ class FilePlan:
     offsets: I64
     """[e], first byte of the entry in the file, ascending and without gaps."""
 
-    @classmethod
-    def of(cls, key: str, header: bytes, items: I64, starts: I64, stops: I64) -> FilePlan:
-        """Return the file whose entries follow the header without gaps."""
-        offsets = len(header) + before(stops - starts)
-        size = len(header) + int((stops - starts).sum())
-        return cls(key, header, size, items, starts, stops, offsets)
-
 
 @dataclass(frozen=True)
 class RankPlan:
@@ -154,7 +147,9 @@ class RankPlan:
             items, starts, stops = (column[low:high] for column in entries.values())
             rows = entry_rows(columns, items, starts, stops)
             text = header(names, columns.tensors.dtypes, rows)
-            files.append(FilePlan.of(key, text, items, starts, stops))
+            nbytes = stops - starts
+            size, offsets = len(text) + int(nbytes.sum()), len(text) + before(nbytes)
+            files.append(FilePlan(key, text, size, items, starts, stops, offsets))
         return cls(head["rank"], tuple(files))
 
 
@@ -216,17 +211,6 @@ class GlobalPlan:
     boxes: Rows
     """All stored boxes, file by file; their bytes count from the end of the file's header."""
 
-    def rank(self, rank: int) -> RankPlan:
-        """Return the plan of one rank, with the headers of its files."""
-        files = []
-        for row in range(*self.rank_files[rank : rank + 2].tolist()):
-            span = slice(*self.file_boxes[row : row + 2].tolist())
-            mine = slice(*self.file_entries[row : row + 2].tolist())
-            head = header(self._names, self.tensors.dtypes, Rows(*(c[span] for c in self.boxes)))
-            entries = self.items[mine], self.starts[mine], self.stops[mine]
-            files.append(FilePlan.of(self.keys[row], head, *entries))
-        return RankPlan(rank, tuple(files))
-
     def wire(self, rank: int) -> bytes:
         """Return the plan of one rank as bytes, without headers: the rank computes them."""
         first, last = self.rank_files[rank : rank + 2].tolist()
@@ -249,10 +233,6 @@ class GlobalPlan:
             [np.zeros(0, np.uint32)] * count,
         )
         return Metadata(dict(header), self.tensors, files, self._shards)
-
-    @functools.cached_property
-    def _names(self) -> Sequence[str]:
-        return [quote_fqn(name) for name in self.tensors.fqns]
 
     @functools.cached_property
     def _shards(self) -> Shards:

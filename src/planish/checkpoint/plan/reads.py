@@ -11,6 +11,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (load workflow) and 4.1 (r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -129,8 +130,7 @@ class Pieces:
         return cls(request, nowhere, nowhere, source, strides, lengths, 0 * lengths, itemsize)
 
 
-@dataclass(frozen=True)
-class RankReads:
+class RankReads(NamedTuple):
     """Reads of one rank: its requests, its copies, and the pieces that it gets from other ranks."""
 
     requests: ReadRequests
@@ -251,7 +251,7 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
     own = np.flatnonzero(part.reader == part.rank)
     own = own[np.argsort(part.number[own], kind="stable")]
     file, first, last, _, _ = spans(metadata, mine.shard, mine.offsets, mine.lengths)
-    line = line_bases(np.array(metadata.files.sizes, np.int64))
+    line = line_bases(metadata)
     begin, counts = part.requests.meeting(line, line[file] + first, line[file] + last)
     rows, request = np.repeat(np.arange(len(mine)), counts), ranges(begin, counts)
     wanted = mine.shard[rows], mine.offsets[rows], mine.lengths[rows]
@@ -272,6 +272,7 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
     )
 
 
-def line_bases(sizes: I64) -> I64:
+def line_bases(metadata: Metadata) -> I64:
     """Return [f]: the start of each file on one number line, at multiples of a block."""
+    sizes = np.array(metadata.files.sizes, np.int64)
     return before(-(-sizes // BLOCK) * BLOCK)

@@ -25,6 +25,7 @@ from planish.checkpoint.format.geometry import (
     before,
     fit,
     fresh,
+    host_numbers,
     order_by,
     ranges,
     run_sums,
@@ -75,10 +76,8 @@ def plan_save(
     refuse_gaps(
         tensors.shapes, owners, (parts.offsets, parts.lengths), tensors.dims, tensors.quoted
     )
-    where = np.zeros(ranks, np.int64)
-    if hosts is not None:
-        where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
     kinds = _dense(gathered.tensors.kinds)[tensor]
+    where = host_numbers(hosts, ranks)
     writers = choose_writers(gathered, replicas, parts, kinds, where)
     return _lay_out(gathered, parts, writers, ranks)
 

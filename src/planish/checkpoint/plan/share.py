@@ -23,6 +23,7 @@ from planish.checkpoint.format.geometry import (
     before,
     fit,
     fresh,
+    host_numbers,
     order_by,
     ranges,
     run_sums,
@@ -33,9 +34,7 @@ from planish.checkpoint.format.metafile import BLOCK, Metadata
 from planish.checkpoint.plan.reads import (
     LocalReads,
     RankPart,
-    RankReads,
     ReadRequests,
-    assemble,
     line_bases,
     spans,
 )
@@ -104,10 +103,6 @@ class SharedReads:
         mine = rows[bounds[rank] : bounds[rank + 1]]
         return RankPart(rank, self.requests.take(mine), self.reader[mine], self.number[mine])
 
-    def rank(self, metadata: Metadata, rank: int, mine: LocalReads) -> RankReads:
-        """Return the reads of one rank; `mine` are its pieces, as in `share_reads`."""
-        return assemble(metadata, self.part(rank), mine)
-
 
 def share_reads(
     metadata: Metadata,
@@ -119,19 +114,21 @@ def share_reads(
 
     `reads[r]` are the pieces of rank r, `hosts[r]` is its host; None: one host for all.
     """
-    where = np.zeros(len(reads), np.int64)
-    if hosts is not None:
-        where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
     sets = RankSets()
     blocks = _blocks(metadata, reads, sets)
     requests, needs, replication = _requests(metadata, blocks, sets)
-    reader = _readers(requests, needs, sets, where)
+    reader = _readers(requests, needs, sets, host_numbers(hosts, len(reads)))
     order = order_by(reader)
     number = np.empty(len(reader), np.int64)
     number[order] = ranges(
         np.zeros(len(reads), np.int64), np.bincount(reader, minlength=len(reads))
     )
-    involved = _involved(needs, sets, len(reads))
+    members = [sets.members[union] for union in needs.union.tolist()]
+    counts = np.array([len(one) for one in members], np.int64)
+    rank = np.concatenate([np.zeros(0, np.int64), *members])
+    order = order_by(rank)
+    bounds = np.searchsorted(rank[order], np.arange(len(reads) + 1)).astype(np.int64)
+    involved = bounds, np.repeat(np.arange(len(members)), counts)[order]
     return SharedReads(len(reads), requests, reader, number, involved, replication)
 
 
@@ -166,7 +163,7 @@ def _blocks(metadata: Metadata, reads: Sequence[LocalReads], sets: RankSets) -> 
     offsets, lengths = offsets[kept], lengths[kept]
     file, start, _, strides, itemsize = spans(metadata, shard[kept], offsets, lengths)
     piece, start, stop = _piece_ranges(start, lengths, strides, itemsize)
-    base = line_bases(np.array(metadata.files.sizes, np.int64))[file[piece]]
+    base = line_bases(metadata)[file[piece]]
     low, high = (base + start) // BLOCK, -(-(base + stop) // BLOCK)
     numbers = wanted[piece]
     order = order_by(low, high, numbers)
@@ -245,8 +242,7 @@ def _requests(
     metadata: Metadata, blocks: _Blocks, sets: RankSets
 ) -> tuple[ReadRequests, _Needs, float]:
     """Join stretches into runs and runs into requests; also return the replication of blocks."""
-    sizes = np.array(metadata.files.sizes, np.int64)
-    base = line_bases(sizes)
+    base = line_bases(metadata)
     first = np.append(np.flatnonzero(fresh(blocks.owner)), len(blocks.owner)).astype(np.int64)
     union = sets.unions(blocks.set, first)
     length = blocks.stop - blocks.start
@@ -264,6 +260,7 @@ def _requests(
     first = np.flatnonzero(fresh(run) & ~joined)
     last = np.append(first, len(file))[1:] - 1
     line = file[first]
+    sizes = np.array(metadata.files.sizes, np.int64)
     stop = np.minimum(blocks.stop[last] - base[line], sizes[line])
     requests = ReadRequests(*_cut_requests(line, blocks.start[first] - base[line], stop))
     return requests, _needs(requests, base, blocks, sets), replication
@@ -329,14 +326,3 @@ def _need_of(needs: _Needs, request: int, members: I64, sets: RankSets) -> I64:
         ranks = sets.members[int(needs.set[row])]
         result[np.searchsorted(members, ranks)] += needs.nbytes[row]
     return result
-
-
-def _involved(needs: _Needs, sets: RankSets, ranks: int) -> tuple[I64, I64]:
-    """Return the CSR pair of `SharedReads.involved`: the requests that each rank needs."""
-    members = [sets.members[number] for number in needs.union.tolist()]
-    counts = np.array([len(one) for one in members], np.int64)
-    rank = np.concatenate([np.zeros(0, np.int64), *members])
-    request = np.repeat(np.arange(len(members)), counts)
-    order = order_by(rank)
-    bounds = np.searchsorted(rank[order], np.arange(ranks + 1)).astype(np.int64)
-    return bounds, request[order]

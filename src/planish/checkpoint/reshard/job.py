@@ -102,7 +102,7 @@ def agree(
     job = ReshardJob.of(
         opened.pin, target, target_layout, root=root, policy_pin=policy_pin, parts=parts, role=role
     )
-    roles = sorted(set(opened.metadata.tensors.roles))
+    roles = opened.roles
     if job.parsed.is_merged:
         policy_role(roles, role)
     elif role and role not in roles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from planish import store
@@ -12,7 +11,7 @@ from planish.base.errors import CheckpointExists
 from planish.base.telemetry import event
 from planish.checkpoint.convert.export_hf import export, policy_role
 from planish.checkpoint.convert.rewrite import rewrite
-from planish.checkpoint.loading.reader import open_state, split_place
+from planish.checkpoint.loading.reader import Progress, open_state, split_place
 from planish.checkpoint.reshard.job import CHECKPOINT_SCHEMA, ReshardJob
 from planish.records.files import POLICY_SCHEMA
 from planish.records.io import finished, read_manifest
@@ -38,7 +37,7 @@ def write(job: ReshardJob, config_sha256: str) -> Made:
     return _merge(job, config_sha256) if job.parsed.is_merged else _rewrite(job)
 
 
-def log_tenths(what: str) -> Callable[[int, int], None]:
+def log_tenths(what: str) -> Progress:
     """Return a callback of (bytes done, bytes in all) that logs after every tenth of the bytes."""
     logged = 0
 
@@ -86,7 +85,7 @@ def _merge(job: ReshardJob, digest: str) -> Made:
         opened = open_state(job.source_pin)
         before = read_manifest(policy_uri, sha256=policy_sha256).attributes
         known = {**before, **opened.metadata.header.get("attributes", {})}
-        role = policy_role(sorted(set(opened.metadata.tensors.roles)), job.role)
+        role = policy_role(opened.roles, job.role)
         facts = {"step": opened.commit.step, "config_sha256": digest, "role": role}
         facts |= {name: known[name] for name in _KEPT if name in known}
         ref = export(job.source_pin, job.target, policy=job.policy_pin, role=role, attributes=facts)

@@ -20,6 +20,7 @@ import numpy as np
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointNotFound, ObjectMissing, RecordError
+from planish.checkpoint.commit.journal import attempt_folder, join
 from planish.store import Store, open_store
 
 logger = logging.getLogger(__name__)
@@ -96,10 +97,6 @@ class Timeline:
             raise ValueError(f"a timeline must be JSON lines of records, got {error}") from error
         return cls(records)
 
-    def seconds(self, stage: str, rank: int | None = None) -> float:
-        """Return the summed durations of one stage, for one rank or (None) for all ranks."""
-        return sum(r.seconds for r in self.records if r.stage == stage and rank in (None, r.rank))
-
     def end_to_end(self) -> dict[int, float]:
         """Return rank -> seconds from its first start to its last end."""
         spans: dict[int, tuple[float, float]] = {}
@@ -125,9 +122,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def stage(
-        self, stage: str, state: str = "", num_bytes: int = 0, object: str = ""
-    ) -> Iterator[None]:
+    def stage(self, stage: str, state: str = "", num_bytes: int = 0) -> Iterator[None]:
         """Record the body as one stage, also when it raises."""
         start = time.time()
         began = time.perf_counter()
@@ -135,7 +130,7 @@ class Recorder:
             yield
         finally:
             end = start + time.perf_counter() - began
-            self.add(Timing(self.rank, self.op, state, stage, start, end, num_bytes, object, 0))
+            self.add(Timing(self.rank, self.op, state, stage, start, end, num_bytes))
 
     def add(self, record: Timing) -> None:
         """Add one record, with this rank, operation and host."""
@@ -292,8 +287,7 @@ def publish_failure(op: str, error: BaseException) -> None:
 
 def timings_key(folder: str, attempt: str, op: Operation = "save") -> str:
     """Return the key of the records of an attempt at `folder`: of its save or of its last load."""
-    name = TIMINGS if op == "save" else LOAD_TIMINGS
-    return f"{folder}/a-{attempt}/{name}" if folder else f"a-{attempt}/{name}"
+    return join(attempt_folder(folder, attempt), TIMINGS if op == "save" else LOAD_TIMINGS)
 
 
 def store_timings(

@@ -6,6 +6,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 5 (heat map of ranks, timeline
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from planish.base.text import bytes_text, printable, rate_text, seconds_text
@@ -26,7 +27,6 @@ _RANKS_PER_ROW = 8
 """Ranks in a row of the heat map if the records name no machine."""
 _NUMBERED_RANKS = 64
 """Up to this number of ranks, the seconds stand beside the blocks."""
-_CELLS_PER_LINE = 64
 _BAR_CHARACTERS = 44
 
 
@@ -93,25 +93,21 @@ def _heat_map(
     yield f"time of each rank   {scale}{mark}"
     width = min(32, max(map(len, rows)))
     for host, ranks in rows.items():
-        name = printable(host, limit=width)
-        for start in range(0, len(ranks), _CELLS_PER_LINE):
-            part = ranks[start : start + _CELLS_PER_LINE]
-            levels = [int((spans[rank] - low) / (high - low) * len(SHADES)) for rank in part]
-            blocks = "".join(SHADES[min(max(level, 0), len(SHADES) - 1)] for level in levels)
-            if len(spans) <= _NUMBERED_RANKS:
-                notes = [f"{seconds_text(spans[r])}{'!' * (r in named)}" for r in part]
-            else:
-                notes = [f"!{r}" for r in part if r in named]
-            yield f"  {name:<{width}}  {blocks}  {' '.join(notes)}"
-            name = ""
+        levels = [int((spans[rank] - low) / (high - low) * len(SHADES)) for rank in ranks]
+        blocks = "".join(SHADES[min(max(level, 0), len(SHADES) - 1)] for level in levels)
+        if len(spans) <= _NUMBERED_RANKS:
+            notes = [f"{seconds_text(spans[r])}{'!' * (r in named)}" for r in ranks]
+        else:
+            notes = [f"!{r}" for r in ranks if r in named]
+        yield f"  {printable(host, limit=width):<{width}}  {blocks}  {' '.join(notes)}"
 
 
 def _stages(records: Sequence[Timing], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield one line for each stage, over all ranks."""
     yield f"{'stage':<10}{'median':>9}{'slowest':>9}  {'of rank':<24}{'bytes':>10}  bandwidth"
-    groups: dict[str, list[Timing]] = {}
+    groups = defaultdict[str, list[Timing]](list)
     for record in records:
-        groups.setdefault(record.stage, []).append(record)
+        groups[record.stage].append(record)
     for stage in sorted(groups, key=_stage_number):
         spans = Timeline(groups[stage]).end_to_end()
         rank = max(spans, key=lambda one: spans[one])
@@ -133,15 +129,14 @@ def _stage_number(stage: str) -> int:
 def _timeline_of(rank: int, records: Sequence[Timing]) -> Iterator[str]:
     """Yield one line for each state and stage of a rank, with a bar over the time axis."""
     begin = min(record.start for record in records)
-    lanes: dict[tuple[str, str], list[Timing]] = {}
+    lanes = defaultdict[tuple[str, str], list[Timing]](list)
     for record in sorted(records, key=lambda r: (r.start, r.end)):
         if record.rank == rank:
-            lanes.setdefault((record.state or "all", record.stage), []).append(record)
+            lanes[record.state or "all", record.stage].append(record)
     if not lanes:
         yield f"rank {rank} has no records"
         return
-    end = max(r.end for lane in lanes.values() for r in lane) - begin
-    end = end if end > 0 else 1e-9
+    end = max(1e-9, max(r.end for lane in lanes.values() for r in lane) - begin)
     order = sorted(lanes, key=lambda key: (lanes[key][0].start, _stage_number(key[1]), key[0]))
     names = [printable(f"{state} {stage}", limit=32) for state, stage in order]
     width = max(map(len, names))

@@ -81,7 +81,7 @@ def moved(ranks, dp_size, num_readers):
         read = [d if d["dp_rank"] in near else {k: d[k] for k in d if k != "buffer"} for d in data]
         saved = LoaderState.from_data(found[0].common_data(), read)
         wanted = collect("main", {"dataloader": rank}, "plain", for_load=True)
-        apply("main", {"dataloader": rank}, "plain", wanted, {}, {}, saved)
+        apply({"dataloader": rank}, wanted, {}, saved)
     return target
 
 
@@ -192,7 +192,7 @@ class Opaque:
 def restored(saved, dp_rank, dp_size, **options):
     loader = Opaque(dp_rank, dp_size)
     found = collect("main", {"dataloader": loader}, "plain", for_load=True)
-    report = apply("main", {"dataloader": loader}, "plain", found, {}, {}, saved, **options)
+    report = apply({"dataloader": loader}, found, {}, saved, **options)
     return loader.state, report["loader"]
 
 

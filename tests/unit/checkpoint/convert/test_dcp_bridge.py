@@ -28,7 +28,7 @@ from planish.checkpoint.loading.reader import open_state
 from planish.checkpoint.loading.slices import SliceReader
 from tests.thin import examples
 from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.written import tiny_model, write_checkpoint
+from tests.unit.checkpoint.written import stored, tiny_model, write_checkpoint
 
 
 def state():
@@ -71,9 +71,9 @@ def test_a_folder_of_torch_becomes_a_checkpoint_with_every_bit(tmp_path):
     assert (info.step, opened.commit.step) == (12, 12)
     reader = SliceReader(opened)
     for name, tensor in value["model"].items():
-        assert np.array_equal(reader.read(reader.spec(name)), raw(tensor)), name
+        assert np.array_equal(reader.read(stored(reader, name)), raw(tensor)), name
     for name, tensor in value["optim"]["state"]["w"].items():
-        found = reader.read(reader.spec(f"w.{name}", kind="optim"))
+        found = reader.read(stored(reader, f"w.{name}", kind="optim"))
         assert np.array_equal(found, raw(tensor)), name
     key = opened.metadata.objects["main"]["shared"]
     (group,) = decode_extra(reader.reader.read_file(key))["optimizer"]["groups"]

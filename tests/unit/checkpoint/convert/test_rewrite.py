@@ -153,14 +153,6 @@ def test_a_damaged_source_leaves_nothing_behind(file_root, tmp_path):
         open_state(f"{file_root}/b")
 
 
-def test_impossible_requests_are_configuration_errors(root):
-    pin = write_checkpoint(f"{root}/a", tiny_model())
-    with pytest.raises(ConfigError, match="got 'merged'"):
-        rewrite(pin, f"{root}/b", Layout.parse("merged"))
-    with pytest.raises(ConfigError, match="'weights'"):
-        rewrite(pin, f"{root}/b", Layout.parse("tp=2"), parts="weights")
-
-
 @pytest.mark.parametrize(
     ("text", "shown", "ranks"),
     [

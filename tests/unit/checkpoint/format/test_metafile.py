@@ -319,9 +319,6 @@ def test_items_become_rows_and_boxes_without_elements_vanish():
     assert columns.lengths.tolist() == [[1, 2], [1, 1], [1, 1]]
     assert columns.box_item.tolist() == [0, 0, 1]
     assert columns.box_tensor.tolist() == [0, 0, 1]
-    assert columns.boxes(0) == items()[0].boxes
-    assert columns.boxes(1) == (Box((), ()),)
-    assert columns.boxes(2) == ()
     assert [item.volume for item in items()] == [3, 1, 0, 0]
 
 

@@ -22,6 +22,7 @@ from planish.checkpoint.format.small_objects import decode_extra
 from planish.checkpoint.loading.extras import names_of
 from planish.checkpoint.loading.reader import BlockReader, open_state
 from planish.checkpoint.loading.slices import SliceReader
+from tests.unit.checkpoint.written import stored
 
 FOLDER = Path(__file__).parent / "written_by_1"
 STATE_SHA256 = "ce0cb0ae676c8ff779e3fb4610f4fdfcc2325056417fbc31c3768eb244e62645"
@@ -131,7 +132,7 @@ def test_every_tensor_has_its_bits_and_every_small_value_its_kind():
     expected["critic", "model", "odd name/..|é"] = torch.ones(2, 2)
     assert opened.metadata.tensor_ids.keys() == expected.keys()
     for (role, kind, fqn), tensor in expected.items():
-        spec = reader.spec(fqn, role=role, kind=kind)
+        spec = stored(reader, fqn, role=role, kind=kind)
         assert (TORCH_TYPES[spec.dtype], spec.shape) == (str(tensor.dtype)[6:], tensor.shape)
         raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         assert reader.read(spec).tobytes() == raw, fqn
@@ -174,6 +175,6 @@ def test_a_train_state_of_a_run_opens_by_its_pin(tmp_path):
     assert train_state.parts(ref.pin()) == {"model", "optimizer", "random"}
     reader, found = SliceReader(train_state.open_checkpoint(ref.pin())), hashlib.sha256()
     for role, kind, fqn in sorted(reader.opened.metadata.tensor_ids):
-        data = reader.read(reader.spec(fqn, role=role, kind=kind)).tobytes()
+        data = reader.read(stored(reader, fqn, role=role, kind=kind)).tobytes()
         found.update(f"{kind} {fqn} {len(data)} ".encode() + data)
     assert found.hexdigest() == STATE_TENSORS_SHA256

@@ -36,7 +36,7 @@ from tests.processes import python
 from tests.stores.faulty import FaultyStore
 from tests.thin import examples
 from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.written import COMMON, SHARED, tiny_model, write_checkpoint
+from tests.unit.checkpoint.written import COMMON, SHARED, stored, tiny_model, write_checkpoint
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_load_from_where_nothing_can_be_written_is_none_the_worse(place, caplo
     assert [kind for kind, _ in storage.log].count("put") == 1
     assert "timings_not_written" in caplog.text
     load(place, ones(place), store_timings=True)
-    assert monitor.read_timings(place, "load").seconds("plan") > 0
+    assert "plan" in {record.stage for record in monitor.read_timings(place, "load").records}
 
 
 def test_all_offenders_are_listed_and_nothing_is_touched(place):
@@ -256,11 +256,11 @@ def test_any_range_is_widened_to_blocks_and_equal(matrix, a, b):
 def test_one_column_is_read_in_requests_that_cost_least(matrix):
     place, values = matrix
     reader = SliceReader(open_state(place))
-    found = reader.read(reader.spec("w"), Box((0, 100), (5, 50)))
+    found = reader.read(stored(reader, "w"), Box((0, 100), (5, 50)))
     assert np.array_equal(found, values[:, 100:150])
     # Five runs of 50 bytes a MiB apart: one request for all costs less than five.
     assert reader.reader.counters.requests == 1
-    found = reader.read(reader.spec("w"), Box((3, 0), (1, 9)))
+    found = reader.read(stored(reader, "w"), Box((3, 0), (1, 9)))
     assert np.array_equal(found, values[3:4, :9])
     assert reader.reader.counters.num_bytes <= 8 * BLOCK
 

@@ -15,6 +15,7 @@ from planish.checkpoint.plan import match as matching
 from planish.checkpoint.plan import reads as planned_reads
 from planish.checkpoint.plan import share
 from planish.checkpoint.plan.match import ShardIndex, match
+from planish.checkpoint.plan.reads import assemble
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import share_reads
 from tests.thin import examples
@@ -103,7 +104,7 @@ def test_replicas_are_read_once_and_spread_over_the_readers():
     assert bytes_from_store(shared) == metadata.files.sizes[0]
     load = np.bincount(shared.reader, shared.requests.stop - shared.requests.start)
     assert max(load) - min(load) <= 16 * MIB
-    plan = shared.rank(metadata, 0, reads[0])
+    plan = assemble(metadata, shared.part(0), reads[0])
     assert int(plan.copies.nbytes.sum() + plan.asks.nbytes.sum()) == 256 * MIB
     assert sorted(set(plan.readers.tolist())) == [1, 2, 3]
 
@@ -113,7 +114,7 @@ def test_the_same_layout_needs_no_exchange():
     parts = [[LocalItem(one, (Box((rank * 16 * MIB,), (16 * MIB,)),))] for rank in range(4)]
     metadata, reads, shared = planned(parts, parts)
     for rank in range(4):
-        plan = shared.rank(metadata, rank, reads[rank])
+        plan = assemble(metadata, shared.part(rank), reads[rank])
         assert len(plan.asks) == 0
         assert int((plan.requests.stop - plan.requests.start).sum()) == metadata.files.sizes[rank]
     assert bytes_from_store(shared) == sum(metadata.files.sizes)
@@ -127,7 +128,7 @@ def test_two_to_four_ranks_share_only_the_blocks_at_the_seams():
         return [[LocalItem(one, (Box((rank * size,), (size,)),))] for rank in range(ranks)]
 
     metadata, reads, shared = planned(parts(2), parts(4))
-    sent = [int(shared.rank(metadata, r, reads[r]).asks.nbytes.sum()) for r in range(4)]
+    sent = [int(assemble(metadata, shared.part(r), reads[r]).asks.nbytes.sum()) for r in range(4)]
     # In each file the middle lies inside one block, of which one reader sends the other's part.
     assert 0 < sum(sent) < 2 * MIB
     assert bytes_from_store(shared) == sum(metadata.files.sizes)
@@ -176,7 +177,7 @@ def test_a_column_is_fetched_in_runs_or_as_a_whole_by_what_it_costs(monkeypatch)
         monkeypatch.setattr(share, "BYTES_PER_SECOND", bytes_per_s)
         metadata, reads, shared = planned(replicas(one, 1), target)
         bytes_read[name] = bytes_from_store(shared)
-        plan = shared.rank(metadata, 0, reads[0])
+        plan = assemble(metadata, shared.part(0), reads[0])
         assert int((plan.copies.lengths.prod(axis=1)).sum()) == 8 * 1024
     # Eight rows of 4 MiB: a block of each, or all but the last row's rest.
     assert bytes_read == {"slow": 8 * MIB, "far": 29 * MIB}
@@ -189,4 +190,4 @@ def test_elements_across_blocks_are_refused():
     metadata.files.sizes[0] += 1
     reads = [match(metadata, items) for items in replicas(one, 1)]
     with pytest.raises(CheckpointCorrupt, match="multiple of its element's size"):
-        share_reads(metadata, reads).rank(metadata, 0, reads[0])
+        assemble(metadata, share_reads(metadata, reads).part(0), reads[0])
