@@ -451,9 +451,9 @@ def open_group(
 ) -> ProcessGroup:
     """Return a second process group beside the default one; its processes meet in a store.
 
-    Its tensors lie on `device`. Torch does not register the group, so callers use the group's own
-    methods. Source: vLLM 0.32, `distributed/utils.py`, makes groups beside the default one in this
-    way.
+    Tensors that the group exchanges lie on `device`. Torch does not register the group, so callers
+    use the group's own methods. Source: vLLM 0.32, `distributed/utils.py`, makes groups beside the
+    default one in this way.
     """
     from torch._C import _distributed_c10d as c10d
 

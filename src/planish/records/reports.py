@@ -90,7 +90,7 @@ class BestPolicy:
     accuracy: float
     """avg@n over all held-out prompts."""
     evaluated: tuple[int, ...]
-    """Versions that were compared, in order."""
+    """Policy versions whose evaluations were compared, ascending."""
     schema: Literal["best-policy/1"] = "best-policy/1"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of one micro-batch sorted by (node, local expert, token), and the way back.
+    """Rows of one micro-batch sorted by (node, local expert, token), and the permutation back.
 
     Example:
         >>> hidden = torch.tensor([[1.0], [2.0]])

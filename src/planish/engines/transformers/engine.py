@@ -77,7 +77,8 @@ class TransformersEngine(BaseEngine):
     def _choose_decoder(self, served: ServedModel) -> Callable[[KeyValueCache], Decoder]:
         """Return the fused decoder if it supports the model, else the general one.
 
-        If modules of transformers are loaded, the outputs of a decoder must agree with theirs.
+        If the model was loaded as a module of the library transformers, a decoder is taken only if
+        its outputs agree with those of the module.
         """
         kinds: list[Callable[[KeyValueCache], Decoder]] = []
         if self._fused and served.fits_fused():

@@ -412,8 +412,8 @@ def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named], held: float) -> boo
 def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> bool:
     """Return whether a host has a little other work beside a job that goes on as before.
 
-    If a machine is dead, the hosts of the other machines wait for it in different ways, so this
-    holds for them too.
+    If a machine is dead, the hosts of the other machines wait for it in different ways, and each
+    of them counts as one that has other work.
     """
     if METRICS[name].is_gpu or METRICS[name].transform != "none":
         return False

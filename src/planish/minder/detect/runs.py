@@ -186,10 +186,10 @@ def resting(share: F64, rules: DetectConfig) -> Mask:
 def turn_of(name: str, turns: Mapping[str, int], machine: str, *, is_again: bool = False) -> float:
     """Return for how many seconds a machine must differ in a job whose machines differ in turn.
 
-    In GPU metrics it is a multiple of the longest turn of another machine, once two machines had
-    long turns: each machine waits for the others. In other metrics it is a multiple of the second
-    longest turn, since one host may have been busy for a while. For a machine with several runs
-    (`is_again`) the longest turn counts in every metric.
+    In GPU metrics the limit is a multiple of the longest turn of another machine, once two machines
+    had long turns: each machine waits for the others. In other metrics the limit is a multiple of
+    the second longest turn, since one host may have been busy for a while. If a machine differed
+    several times (`is_again`), the longest turn of another machine counts in every metric.
     """
     long = [turn for place, turn in turns.items() if place and turn >= LONG_TURN]
     others = sorted(turn for place, turn in turns.items() if place not in (machine, ""))

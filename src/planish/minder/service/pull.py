@@ -186,7 +186,9 @@ class Puller:
         span: tuple[int, int],
         deadline: Deadline,
     ) -> dict[str, F32]:
-        """Return [T, N] of a metric, and of further columns that its series give.
+        """Return the values of a metric, [seconds, machines], by name of the column.
+
+        One query answers all `columns`, since they come from the same series.
 
         A cell is NaN if its value can not be trusted.
         """

@@ -99,7 +99,9 @@ def set_table(text: str) -> dict[str, str]:
 
 
 class EvaluationSet(Section):
-    """Problems to measure policies on; a known name alone, or an address alone, is one too."""
+    """Problems to measure policies on; a text in place of the table is a known name or an
+    address.
+    """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9._-]{0,63}$")
     """What its scores are called; the other settings of a known name need not be given. Made of

@@ -59,7 +59,7 @@ def sample_shards(block: Block, iteration: int, start: Start, residents: Residen
 
 
 def evaluate(block: Block, iteration: int, policy_pin: str, residents: Residents) -> None:
-    """Measure the policy before an iteration on the first engine; all ranks that sample call it."""
+    """Measure a policy by the first engine, before an iteration; every sampling rank calls this."""
     if residents.engines.is_first:
         place = block.root, block.config_sha256, iteration, policy_pin
         residents.lead(lambda: evaluate_iteration(*place, residents.serve))

@@ -74,7 +74,10 @@ class GroupSampler:
         return [self._judged.pop(ordinal) for ordinal in ordinals]
 
     def _upcoming(self, ahead: LookAhead, ended: Sequence[Group]) -> deque[int]:
-        """Return the prompts of the next round that may enter, given the `ended` groups of this."""
+        """Return the ordinals of the next round whose groups may start now.
+
+        `ended` are the finished groups of the current round.
+        """
         wanted = ahead.ordinals[: ahead.num_wanted(ended)]
         return deque(ordinal for ordinal in wanted if not self.flight.has(ordinal))
 

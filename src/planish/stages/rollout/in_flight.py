@@ -73,7 +73,9 @@ class InFlight:
 
     @property
     def num_running(self) -> int:
-        """Responses that generate or wait for a row of the engine."""
+        """Number of responses that the engine generates, or that wait for a free row of its
+        batch.
+        """
         return len(self._members) + len(self._waiting)
 
     @property

@@ -118,10 +118,11 @@ class TrainConfig(Section):
     selection: Literal["all", "mixed_first"] = setting(
         "all", Needs("train.max_groups", why="say how many groups it takes"), quiet="selection"
     )
-    """Groups of an iteration that train the policy, with the positive part of its loss.
-    `mixed_first` takes up to `max_groups`, first groups with right and wrong responses, then groups
-    with many unfinished responses, as in the public code of T-PPO's authors. The other groups keep
-    their slots and train the critic; mini-batches count all rollouts."""
+    """Choice of the groups of an iteration on which the policy trains; the likelihood loss on
+    correct responses has the same choice. `mixed_first` takes up to `max_groups`, first groups with
+    right and wrong responses, then groups with many unfinished responses, as in the public code of
+    T-PPO's authors. The other groups keep their slots and train the critic; mini-batches count all
+    rollouts."""
     max_groups: int | None = setting(
         None,
         Needs("train.selection", "mixed_first", "`all` trains on every group"),

@@ -147,7 +147,10 @@ class Trainer:
         checkpoint.load(pin, parts, framework=self.framework, ranks=ranks, strict=False)
 
     def load(self, pin: str) -> None:
-        """Replace weights, moments and, on an equal grid and device, random states by saved ones.
+        """Replace weights and optimizer moments by those of a train state.
+
+        Random states are restored only if the state has the grid and the device type of this
+        trainer.
 
         Raises:
             LayoutMismatch: the state is of another model, or lacks the critic; nothing changes.

@@ -28,8 +28,8 @@ PACKAGES = (
 def model_address() -> str:
     """Return the address of the model called `smollm2`.
 
-    A folder that an earlier call has made comes before the hub, so that a run that goes on has the
-    weights that it began with.
+    A folder that an earlier call has made is preferred to the hub, so that a resumed run keeps the
+    weights with which it began.
     """
     folder = Path.home() / ".cache/planish" / SMOLLM2
     if not folder.is_dir() and _is_on_hub():

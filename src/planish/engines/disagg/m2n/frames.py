@@ -172,8 +172,8 @@ class Transport(Protocol):
         """Send a frame to `header.target` without waiting for its arrival.
 
         `counts` are [num_local_experts] int32 on the CPU, or None for a header without counts.
-        `rows` [num_rows, width] are contiguous in memory of `room`, and must not change before the
-        reply.
+        `rows` [num_rows, width] are a contiguous part of a buffer that `room` returned, and must
+        not change before the reply.
 
         Raises:
             PeerLost: the target is lost.
