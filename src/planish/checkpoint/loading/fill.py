@@ -48,7 +48,7 @@ class PieceList:
         self._put(row, self._strided(row, buffer, base), targets)
 
     def pack(self, rows: range, buffer: Bytes, out: Bytes) -> None:
-        """Copy pieces one after another into `out`; a `source` is an offset in `buffer`, in bytes."""
+        """Copy pieces one after another into `out`; a `source` is a byte offset in `buffer`."""
         filled = 0
         for row in rows:
             packed, size = self._packed(row, out, filled)
