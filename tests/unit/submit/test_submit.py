@@ -140,7 +140,8 @@ def test_what_this_machine_can_not_see_is_left_to_prepare():
 
     sized = {"preset": "dapo-qwen2.5-7b"}
     assert check(sized) == []
-    assert check({**sized, "model": "Qwen/Qwen2.5-14B"}) == []
+    again = {"overrides": "train.activation_checkpointing=true"}
+    assert check({**sized, **again, "model": "Qwen/Qwen2.5-14B"}) == []
     (line,) = check({**sized, "model": "/cache/mine"})
     assert line.startswith("only `prepare` will count the memory of the model: ")
     (line,) = check({**sized, "config": "file:///absent/mine.toml"})

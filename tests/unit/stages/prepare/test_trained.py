@@ -2,15 +2,17 @@
 
 import pytest
 
+from planish.base.config import parse_settings
 from planish.run.stage import LOCAL_RUN
 from planish.stages.prepare.settings import build_config
 from planish.stages.prepare.trained import package_faults, trained_warnings
 
 
 def configured(preset, *overrides, model=""):
-    return build_config(
+    tables = build_config(
         preset=preset, config="", overrides=" ".join(overrides), model=model, dataset="", seed=-1
     )
+    return parse_settings(tables)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +43,16 @@ def test_a_model_from_scratch_has_no_such_warning():
 
 
 def test_a_local_run_names_the_command_that_installs_its_engine(monkeypatch):
-    lacking = lambda name: None  # noqa: E731
-    monkeypatch.setattr("planish.stages.prepare.trained.find_spec", lacking)
+    monkeypatch.setattr("planish.base.parallel.find_spec", lambda name: None)
     # The image of a pod that prepares has no engine.
     monkeypatch.delenv(LOCAL_RUN, raising=False)
     assert package_faults(configured("dapo-tiny", "engine.name=vllm")) == ()
     monkeypatch.setenv(LOCAL_RUN, "1")
     (fault,) = package_faults(configured("dapo-tiny", "engine.name=vllm"))
-    assert "got 'vllm' without vllm: `make engines`" in fault
+    assert "`engine.name` = 'vllm' must find the package 'vllm'" in fault
+    assert "`make engines`" in fault
     (fault,) = package_faults(configured("dapo-tiny"))
-    assert "got 'transformers' without transformers: `pip install 'planish[train]'`" in fault
+    assert "`pip install 'planish[train]'` installs it" in fault
     monkeypatch.undo()
     monkeypatch.setenv(LOCAL_RUN, "1")
     assert package_faults(configured("dapo-tiny")) == ()
