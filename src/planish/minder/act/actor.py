@@ -1,8 +1,8 @@
 """Actor: takes the allowed action on a faulty machine.
 
 After every call for a job, the service calls `Actor.handle` for each of the job's alerts, until the
-alert has ended. `handle` takes at most one step and never waits. It may be called again at any
-time, also by a new process: annotations of the node record the earlier steps.
+alert has ended. `handle` carries out one plan, and never waits for pods. It may be called again at
+any time, also by a new process: annotations of the node record the earlier steps.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class Taken:
 @dataclass
 class Facts:
     """What a decision depends on. The API server and Alertmanager are read when the first reason
-    needs them, so a refusal costs no request of the reasons after it.
+    needs them, so an early refusal costs no request of the reasons after it. The guards at the end
+    are all asked, so that the refusal names every one that holds.
     """
 
     alert: Alert

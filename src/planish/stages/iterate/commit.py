@@ -1,6 +1,6 @@
 """The end of an update: a thread commits the state and exports the policy beside the next rollouts.
 
-The engine that samples next has its weights from the trainer, so sampling waits for neither.
+If the engine that samples next has its weights from the trainer, sampling waits for neither.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def begin_commit(job: TrainJob, trained: Trained) -> Made:
     def end() -> None:
         try:
             state_pin = trained.commit().pin()
-            # The record of the state exists once the first rank gets here.
+            # Ranks wait here for the first one: then the record of the state exists.
             call.decide(bytes, "state")
             made.state_pin.set_result(state_pin)
             made.pins.set_result(Pins(export_policy(job, state_pin, call), state_pin))

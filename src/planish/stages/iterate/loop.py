@@ -9,13 +9,14 @@ In turn (`run_in_turn`), every rank samples iteration i from policy i - 1 and th
 
 | part | consumes | waits for | unblocked by | produces |
 | --- | --- | --- | --- | --- |
-| refresh | the trainer's weights; else the files of policy i - 1 | the pin, for files only | \
-the commit thread | an engine with policy i - 1 |
+| refresh | the trainer's weights; else the files of policy i - 1 | the other ranks, which gather \
+weights too; for files the pin | the commit thread | an engine with policy i - 1 |
 | sample_shards | prompts, engine, data of the state | nothing | | rollouts i |
-| pins.result | | state and policy i - 1 in the store | the commit thread | their pins |
+| pins.result | | the slowest engine; state and policy i - 1 in the store | the last shard; the \
+commit thread | their pins |
 | evaluate | policy i - 1, engine | nothing | | accuracy of policy i - 1 |
-| update | rollouts i, state i - 1 | all ranks; rewards | the slowest engine; the first rank | \
-weights, a staged state |
+| update | rollouts i, state i - 1 | all ranks; rewards | the end of the evaluation; the first \
+rank | weights, a staged state |
 | commit thread | the staged state | the uploads of all ranks | the store | state i, policy i |
 
 Ahead (`rollout.ahead = 1`), some ranks sample iteration i from policy i - 2 while the others train
@@ -34,6 +35,8 @@ rollouts i, `sampled/i/r` |
 the commit thread | accuracy of policy i - 2 |
 | trainers: update | rollouts i, state i - 1 | `sampled/i/*`, state i - 1, policy i - 2 | \
 the samplers; the commit threads | weights, a staged state |
+| samplers: the end | the last policy | `policy/last-1`, `ended` | the commit threads | \
+accuracy of the last policy but one |
 | trainers: commit thread | the staged state | the uploads of all ranks | the store | \
 state i, policy i, `policy/i` |
 | trainers: send | weights of policy i | `sampled/i+1/*` | the slowest sampler | \
@@ -93,6 +96,8 @@ def run_block(block: Block, ranks: Ranks = SINGLE, asked: Event | None = None) -
 
     Raises:
         SystemExit: a stage has failed; the exit code is its own, and its log names the cause.
+        PeerLost: another rank has ended or does not answer in time.
+        EngineError: an engine took other weights from memory than those of the export.
     """
     device = pick_device(block.train.device, ranks.rank)
     residents = Residents(ranks, device, block.config)
@@ -121,7 +126,7 @@ def run_in_turn(block: Block, ranks: Ranks, residents: Residents, asked: Event |
             residents.trainer.pace_seconds = PACE * longest if iteration < last else 0.0
             policy_pin, state_pin = made.pins.result()
             check_weights(start, policy_pin)
-            if start.in_memory:
+            if made.version is not None:
                 residents.trainer.state_pin = state_pin
             evaluate(block, iteration, policy_pin, residents)
             residents.rest()

@@ -49,7 +49,7 @@ class Roles:
             self.group = open_group(weights, among, device, timeout_seconds=timeout_seconds)
 
     def tell(self, key: str, words: str) -> None:
-        """Send `words` to all ranks under `key`; a key is used once."""
+        """Send `words` to all ranks under `key`; ranks that share a key send the same words."""
         self._words.tell(key, words)
 
     def hear(self, *keys: str, asked: Event | None = None) -> list[str]:

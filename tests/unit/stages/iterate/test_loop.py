@@ -78,6 +78,25 @@ def test_the_pace_is_of_sampling_alone(monkeypatch, sampling, refreshing, waitin
     assert paces == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_trainer_stays_open_whether_engines_take_its_weights_or_read_files(
+    monkeypatch, in_memory
+):
+    data, ended = StreamState(fresh_cursor()), Future()
+    ended.set_result(Pins("policy", "state"))
+    made, trainer = Made(data, "", version=1, pins=ended), SimpleNamespace(state_pin="")
+    start = Start(1, "", "", data, in_memory=in_memory)
+    residents = SimpleNamespace(refresh=lambda _: start, trainer=trainer, rest=lambda: None)
+    fakes = ("sample_shards", "evaluate", "check_weights")
+    for name in fakes:
+        monkeypatch.setattr(loop, name, lambda *_: None)
+    monkeypatch.setattr(loop, "stored", lambda _: made)
+    monkeypatch.setattr(loop, "update", lambda *_, **__: made)
+    block = SimpleNamespace(iteration=2, last=2, policy_pin="", state_pin="")
+    loop.run_in_turn(block, SINGLE, residents, None)
+    assert trainer.state_pin == "state"
+
+
 def test_the_upload_has_the_grace_of_the_pod_less_five_seconds(monkeypatch):
     assert LEAVE_SECONDS == STOP_SECONDS == POD_SECONDS - 5.0
     given = []
