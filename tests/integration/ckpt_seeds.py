@@ -98,8 +98,8 @@ def load_seed(place, control=None, *, storage=None, timeout_s=60.0):
     wanted = Collected(items, loader=LoaderState(dp_rank=rank, dp_size=size))
     _, loaded = load_state(opened, {"main": wanted}, control, LoadOptions(timeout_s=timeout_s))
     seed = seed_held(items)
-    assert loaded.shared["main"] == {"extra": {"seed": seed}}
-    assert loaded.own["main"]["random"] == {"seed": seed, "rank": rank}
+    own = {"seed": seed, "rank": rank}
+    assert loaded.values["main"] == {"extra": {"seed": seed}, "random": own}
     found = loaded.loader["main"]
     assert found.common["seed"] == seed
     assert all(shard.cursor == {"web": seed} for shard in found.shards)
