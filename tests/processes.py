@@ -33,6 +33,15 @@ def marked(folder: Path) -> list[int]:
     return sorted(found)
 
 
+def is_running(pid: int) -> bool:
+    """Return True if a process lives; one that has ended and was not waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def wait_until_none(folder: Path, seconds: float) -> None:
     """Wait until no marked process is left."""
     deadline = time.monotonic() + seconds

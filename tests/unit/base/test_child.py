@@ -9,6 +9,7 @@ import pytest
 
 from planish.base.child import Channel, Child, start_child
 from tests.integration.waiting import wait_for
+from tests.processes import is_running
 
 LIMIT = 120.0
 HEAD = """
@@ -37,14 +38,6 @@ def start():
     yield run
     for child in children:
         child.close()
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_messages_arrive_whole_and_in_order_until_an_end_is_closed(pair):

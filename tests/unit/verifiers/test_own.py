@@ -19,6 +19,7 @@ from planish.verifiers import (
 from planish.verifiers.contract import HOSTILE_TEXTS, VerifierCase, check_contract, read_cases
 from planish.verifiers.own import MAX_TIMEOUTS, OwnVerifier
 from tests.integration.waiting import wait_for
+from tests.processes import is_running
 
 OPTIONS = VerifierOptions(timeout_seconds=120.0)
 
@@ -126,14 +127,6 @@ def test_a_function_that_forks_answers_once_and_leaves_nothing(package, caplog, 
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not is_running(pid), 120.0, "the copy still runs")
     assert caplog.text.count("forked") == 1
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_function_that_ends_its_process_costs_the_row(package):
